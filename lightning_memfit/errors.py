@@ -1,0 +1,72 @@
+"""Every error MemFit raises on purpose, and the one place that recognises an out-of-memory error.
+
+Each message has three parts: what (setting and value), how much (both numbers with units), what to do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class MemFitError(Exception):
+    """Base class of everything MemFit raises on purpose."""
+
+
+class ConfigurationError(MemFitError, ValueError):
+    """A value given by the user cannot be used; the message names the value, the choices and a way out."""
+
+
+class UnsupportedError(MemFitError, NotImplementedError):
+    """A strategy, accelerator, loop or class that MemFit does not drive; raised before anything is changed."""
+
+
+class BatchArithmeticError(ConfigurationError):
+    """The effective batch cannot be formed exactly; the message names the nearest values that can."""
+
+
+class BatchStructureError(ConfigurationError):
+    """A batch cannot be divided along its batch dimension; ``split_batch=`` is the way out."""
+
+
+class TraceError(MemFitError, RuntimeError):
+    """One training step could not be traced without running it; the message carries the reason."""
+
+
+class NoFeasiblePlanError(MemFitError, RuntimeError):
+    """No plan fits the budget.
+
+    Attributes:
+        budget_bytes: what a plan might have used.
+        best_peak_bytes: the smallest peak found, predicted or measured as the message says.
+        missing_bytes: how much the best plan is above the budget.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, best_peak_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.best_peak_bytes = best_peak_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the best plan misses the budget (at least 0)."""
+        return max(0, self.best_peak_bytes - self.budget_bytes)
+
+
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "invalid buffer size",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on a device or on the host.
+
+    Texts as raised by torch's CPU allocator (``c10/core/impl/alloc_cpu.cpp``) and by CUDA's libraries.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY_TEXTS)
