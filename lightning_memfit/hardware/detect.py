@@ -1,0 +1,188 @@
+"""Finds out what this machine leaves to this process: memory, the cgroup limit, cores, name.
+
+Reads the files of ``/proc`` and ``/sys/fs/cgroup``; where there is no ``/proc`` (macOS) it asks psutil.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
+
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.hardware.device import DeviceSpec
+
+_DEVICES = ("local", "cpu")
+
+# cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63; no machine has an exbibyte.
+_NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """One memory limit that applies to this process."""
+
+    limit_bytes: int
+    """The most that the control group may hold."""
+    left_bytes: int
+    """What it could still take: page cache counts as free."""
+    source: str
+    """The file that sets it."""
+
+
+class _Memory(NamedTuple):
+    total_bytes: int
+    available_bytes: int
+    process_bytes: int
+
+
+def detect_device(which: str = "local", *, root: Path = Path("/")) -> DeviceSpec:
+    """Describe a device of this machine as it is now.
+
+    ``available_bytes`` is the smallest of what the system, and each control group of this process, could still give.
+    What the process holds counts against each limit as a whole, so that ``capacity_bytes`` never exceeds a limit:
+    mapped library files could be dropped, but the process would only read them again.
+
+    Args:
+        which: ``"local"`` (this machine's device) or ``"cpu"``; in this release both mean the host.
+        root: the directory that holds ``proc`` and ``sys``.
+
+    Returns:
+        The host as a device; all sizes in bytes.
+
+    Raises:
+        UnsupportedError: if ``which`` is another device.
+
+    Source: Linux ``Documentation/admin-guide/cgroup-v2.rst``, ``cgroup-v1/memory.rst`` and ``filesystems/proc.rst``.
+
+    Ignores: swap, ``memory.high`` (which slows down and does not kill), other processes that grow later.
+    """
+    if which not in _DEVICES:
+        known = " or ".join(repr(name) for name in _DEVICES)
+        raise UnsupportedError(f"device={which!r} is not supported: this release plans for the host only. Use {known}.")
+    memory = _system_memory(root)
+    available = min(memory.available_bytes, memory.total_bytes - memory.process_bytes)
+    tightest: _Limit | None = None
+    for limit in _memory_limits(root, memory.process_bytes):
+        if tightest is None or limit.left_bytes < tightest.left_bytes:
+            tightest = limit
+    if tightest is not None:
+        available = min(available, tightest.left_bytes)
+    available = max(0, available)
+    return DeviceSpec(
+        name=_cpu_name(root),
+        kind="cpu",
+        capacity_bytes=available + memory.process_bytes,
+        available_bytes=available,
+        process_bytes=memory.process_bytes,
+        limit_bytes=None if tightest is None else tightest.limit_bytes,
+        limit_source=None if tightest is None else tightest.source,
+        cores=_cores(root),
+        supported_precisions=("32-true", "bf16-mixed"),
+    )
+
+
+def _system_memory(root: Path) -> _Memory:
+    system = _sizes_in_kib(root / "proc/meminfo")
+    process = _sizes_in_kib(root / "proc/self/status")
+    try:
+        return _Memory(system["MemTotal"], system["MemAvailable"], process["VmRSS"])
+    except KeyError:
+        return _psutil_memory()
+
+
+def _psutil_memory() -> _Memory:
+    # Imported here: Linux never needs it.
+    import psutil
+
+    system = psutil.virtual_memory()
+    return _Memory(int(system.total), int(system.available), int(psutil.Process().memory_info().rss))
+
+
+def _memory_limits(root: Path, process_bytes: int) -> Iterator[_Limit]:
+    for version, group in _groups(root, "memory"):
+        stat = _counters(group / "memory.stat")
+        if version == 2:
+            limits = {"memory.max": _number(group / "memory.max")}
+            usage = _number(group / "memory.current")
+            page_cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+        else:
+            # The second is the tightest limit of all parents; a container sees it where it cannot see the parents.
+            limits = {
+                "memory.limit_in_bytes": _number(group / "memory.limit_in_bytes"),
+                "memory.stat hierarchical_memory_limit": stat.get("hierarchical_memory_limit"),
+            }
+            usage = _number(group / "memory.usage_in_bytes")
+            page_cache = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+        held = process_bytes if usage is None else max(usage - page_cache, process_bytes)
+        for source, limit in limits.items():
+            if limit is not None and limit < _NO_LIMIT:
+                yield _Limit(limit_bytes=limit, left_bytes=limit - held, source=source)
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Literal[1, 2], Path]]:
+    """Yield the control groups that this process is in, with the version of their files, innermost first."""
+    mounts = root / "sys/fs/cgroup"
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        # hierarchy id : controllers : path; "0::path" is version 2
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            # Beside version 1, version 2 is mounted at "unified".
+            mount = mounts / "unified" if (mounts / "unified").is_dir() else mounts
+            yield from ((2, group) for group in _group_and_parents(mount, path))
+        elif controller in controllers.split(","):
+            yield from ((1, group) for group in _group_and_parents(mounts / controller, path))
+
+
+def _group_and_parents(mount: Path, path: str) -> Iterator[Path]:
+    parts = PurePosixPath(path.lstrip("/")).parts
+    if ".." in parts or not mount.joinpath(*parts).is_dir():
+        # In a container the path may be the host's, while its own group is mounted as the root.
+        parts = ()
+    for depth in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:depth])
+
+
+def _cores(root: Path) -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    for version, group in _groups(root, "cpu"):
+        quota = (_text(group / "cpu.max") or "max").split()
+        if version == 2 and quota[0] != "max":
+            microseconds, period = int(quota[0]), int(quota[1])
+            cores = min(cores, max(1, -(-microseconds // period)))
+    return cores
+
+
+def _cpu_name(root: Path) -> str:
+    match = re.search(r"^model name\s*:\s*(\S.*?)\s*$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return match.group(1) if match else platform.processor() or platform.machine() or "CPU"
+
+
+def _sizes_in_kib(path: Path) -> dict[str, int]:
+    """Read lines such as ``"MemAvailable:  24192320 kB"`` as bytes by name."""
+    found = re.findall(r"^(\w+):\s+([0-9]+) kB$", _text(path) or "", re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in found}
+
+
+def _counters(path: Path) -> dict[str, int]:
+    """Read lines such as ``"inactive_file 4096"``."""
+    found = re.findall(r"^(\w+) ([0-9]+)$", _text(path) or "", re.MULTILINE)
+    return {name: int(number) for name, number in found}
+
+
+def _number(path: Path) -> int | None:
+    """Read a file that holds one number; ``None`` for ``"max"`` or where there is no such file."""
+    text = (_text(path) or "max").strip()
+    return None if text == "max" else int(text)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # absent, or not for this user: then it says nothing
+        return None

@@ -1,0 +1,108 @@
+"""Forms the budget: how many bytes of the torch allocator a plan may use on a device."""
+
+from __future__ import annotations
+
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
+from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.plan import Budget, PlanRequest
+from lightning_memfit.units import MIB, format_bytes
+
+_LEAST_HEADROOM_BYTES = 256 * MIB
+_HEADROOM_PERCENT = 5
+
+
+def form_budget(device: DeviceSpec, request: PlanRequest, *, resident_bytes: int) -> Budget:
+    """Form the budget and say how.
+
+    1. ``non_torch_bytes = process_bytes - resident_bytes``, at least 0.
+    2. ``headroom_bytes`` is the one asked for; else 0 where the budget is given, and otherwise 5 % of the capacity,
+       at least 256 MiB.
+    3. ``budget_bytes`` is the given budget less a headroom that was asked for; without a given budget it is
+       ``capacity_bytes - non_torch_bytes - headroom_bytes``.
+
+    A given budget beyond what the device can hold is accepted, and the reason says so.
+
+    Args:
+        device: the device as it is now.
+        request: what the user asks for; ``budget`` and ``headroom`` in bytes.
+        resident_bytes: bytes of the torch allocator that the process holds already for this model and batch.
+
+    Raises:
+        ConfigurationError: if the headroom asked for leaves nothing.
+        NoFeasiblePlanError: if the device leaves nothing.
+    """
+    non_torch = max(0, device.process_bytes - resident_bytes)
+    could_hold = device.capacity_bytes - non_torch
+    if request.budget is not None:
+        return _given_budget(request.budget, request.headroom or 0, device, non_torch, could_hold)
+    headroom = request.headroom
+    if headroom is None:
+        headroom = max(_LEAST_HEADROOM_BYTES, device.capacity_bytes * _HEADROOM_PERCENT // 100)
+    budget = could_hold - headroom
+    if budget <= 0:
+        raise _nothing_left(device, request, non_torch, could_hold, headroom, resident_bytes)
+    choice = "as asked" if request.headroom is not None else _default_headroom_words(headroom)
+    return Budget(
+        budget_bytes=budget,
+        capacity_bytes=device.capacity_bytes,
+        headroom_bytes=headroom,
+        non_torch_bytes=non_torch,
+        reason=(
+            f"{format_bytes(device.capacity_bytes)} {_capacity_words(device)} - {format_bytes(non_torch)} held outside "
+            f"the model (interpreter, libraries, data) - {format_bytes(headroom)} headroom ({choice})"
+        ),
+    )
+
+
+def _given_budget(given: int, headroom: int, device: DeviceSpec, non_torch: int, could_hold: int) -> Budget:
+    if headroom >= given:
+        raise ConfigurationError(
+            f"headroom={format_bytes(headroom)} leaves nothing of budget={format_bytes(given)}. "
+            "Ask for less headroom or a larger budget."
+        )
+    reason = "as given"
+    if headroom:
+        reason = f"{format_bytes(given)} as given - {format_bytes(headroom)} headroom (as asked)"
+    if given > could_hold:
+        reason += (
+            f"; more than the device can hold: {format_bytes(device.capacity_bytes)} {_capacity_words(device)} - "
+            f"{format_bytes(non_torch)} held outside the model"
+        )
+    return Budget(
+        budget_bytes=given - headroom,
+        capacity_bytes=device.capacity_bytes,
+        headroom_bytes=headroom,
+        non_torch_bytes=non_torch,
+        reason=reason,
+    )
+
+
+def _nothing_left(
+    device: DeviceSpec, request: PlanRequest, non_torch: int, could_hold: int, headroom: int, resident_bytes: int
+) -> ConfigurationError | NoFeasiblePlanError:
+    sum_up = (
+        f"{format_bytes(device.capacity_bytes)} {_capacity_words(device)} - {format_bytes(non_torch)} held outside the "
+        f"model (interpreter, libraries, data) leave {format_bytes(could_hold)}"
+    )
+    if request.headroom is not None and could_hold > 0:
+        return ConfigurationError(
+            f"headroom={format_bytes(headroom)} leaves nothing on {device.name}: {sum_up}. "
+            f"Ask for less than {format_bytes(could_hold)} of headroom."
+        )
+    return NoFeasiblePlanError(
+        f"budget='auto' leaves nothing on {device.name}: {sum_up}, less {format_bytes(headroom)} of headroom. "
+        "End other processes, raise the memory limit, load less data before training, or set headroom= lower.",
+        budget_bytes=could_hold - headroom,
+        best_peak_bytes=resident_bytes,
+    )
+
+
+def _capacity_words(device: DeviceSpec) -> str:
+    words = "available or held by this process"
+    if device.limit_bytes is not None:
+        words += f" (cgroup limit {format_bytes(device.limit_bytes)} in {device.limit_source})"
+    return words
+
+
+def _default_headroom_words(headroom: int) -> str:
+    return "the least" if headroom == _LEAST_HEADROOM_BYTES else f"{_HEADROOM_PERCENT} %"
