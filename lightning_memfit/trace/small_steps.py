@@ -1,0 +1,100 @@
+"""The way out where a step cannot be traced: two small real steps, and a straight line through their peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memfit.errors import TraceError
+from lightning_memfit.plan import MemoryBreakdown, Phase
+from lightning_memfit.trace.training_step import StepProgram, run_window, silenced, tensors_in_batch
+from lightning_memfit.validate.meter import AllocationMeter, storage_bytes
+from lightning_memfit.validate.snapshot import take_snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakLine:
+    """A peak that grows in a straight line with the micro-batch."""
+
+    fixed_bytes: int
+    """Peak of no samples."""
+    bytes_per_sample: int
+    """Rise per sample of the micro-batch."""
+    sizes: tuple[int, int]
+    """The micro-batch sizes that were measured."""
+    parameter_bytes: int
+    """Bytes of the parameters, the only category that is known for sure."""
+    num_parameters: int
+    """Distinct parameters."""
+
+    def at(self, micro_batch_size: int) -> MemoryBreakdown:
+        """The extrapolated peak for a micro-batch of this many samples."""
+        peak = max(self.fixed_bytes + self.bytes_per_sample * micro_batch_size, self.parameter_bytes)
+        return MemoryBreakdown(
+            peak_allocated_bytes=peak,
+            by_category={"parameters": self.parameter_bytes, "unattributed": peak - self.parameter_bytes},
+            peak_phase="forward",
+            num_parameters=self.num_parameters,
+        )
+
+
+class _Silent:
+    def enter(self, phase: Phase) -> None:
+        return None
+
+    def after_forward(self) -> None:
+        return None
+
+    def after_backward(self) -> None:
+        return None
+
+
+def measure_small_steps(
+    program: StepProgram,
+    batch: Any,
+    divide: Callable[[Any, Sequence[int]], Sequence[Any]],
+    *,
+    zero_gradients_early: bool,
+) -> PeakLine:
+    """Run two optimizer steps at each of two small micro-batches for real, and put everything back.
+
+    Args:
+        program: the step; its module's tensors are real.
+        batch: one collated batch.
+        divide: (batch, sizes) to slices.
+        zero_gradients_early: gradients are dropped before the forward.
+
+    Raises:
+        TraceError: if the batch has fewer than two samples, so that there is no line.
+    """
+    from lightning_memfit.apply.batch_tree import batch_size_of
+
+    samples = batch_size_of(batch)
+    if samples < 2:
+        raise TraceError(f"a batch of {samples} sample is too small to measure two sizes")
+    small, large = (2, 4) if samples >= 4 else (1, 2)
+    peaks = {size: _peak(program, batch, divide, size, samples, zero_gradients_early) for size in (small, large)}
+    slope = max(0, (peaks[large] - peaks[small]) // (large - small))
+    parameters = list(program.module.parameters())
+    return PeakLine(
+        fixed_bytes=peaks[small] - slope * small,
+        bytes_per_sample=slope,
+        sizes=(small, large),
+        parameter_bytes=storage_bytes(parameters),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+    )
+
+
+def _peak(program: StepProgram, batch: Any, divide: Any, size: int, samples: int, zero_gradients_early: bool) -> int:
+    part = divide(batch, (size, samples - size))[0] if size < samples else batch
+    module = program.module
+    with take_snapshot(module), silenced(module):
+        for parameter in module.parameters():
+            parameter.grad = None
+        optimizer = program.make_optimizer()
+        resident = storage_bytes([*module.parameters(), *module.buffers(), *tensors_in_batch(batch)])
+        with AllocationMeter(resident) as meter:
+            for _ in range(2):
+                run_window(program, optimizer, [part], _Silent(), zero_gradients_early=zero_gradients_early)
+        return meter.peak_allocated_bytes

@@ -1,0 +1,113 @@
+"""The exact sequence of allocations and frees of one optimizer step. Plain values: no tensors, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_memfit.plan import Category, Phase
+
+
+class TensorShape(NamedTuple):
+    """A tensor argument of an operator, without its data."""
+
+    dtype: str
+    """torch's name of the dtype, such as ``"float32"``."""
+    size: tuple[int, ...]
+    """Size of each dimension."""
+    stride: tuple[int, ...]
+    """Stride of each dimension in elements."""
+    origin: tuple[int, int] | None
+    """The signature and output that made its storage, where an operator of this timeline did."""
+
+
+class Signature(NamedTuple):
+    """An operator with the shapes of its arguments: what decides its temporaries."""
+
+    op: str
+    """Qualified name with overload, such as ``"aten.addmm.default"``."""
+    args: tuple[Any, ...]
+    """Positional arguments, tensors replaced by :class:`TensorShape`."""
+    kwargs: Mapping[str, Any]
+    """Keyword arguments, likewise."""
+
+
+class Output(NamedTuple):
+    """A storage that an operator allocated for one of its outputs."""
+
+    storage: int
+    """Number of the storage, unique in the timeline."""
+    index: int
+    """Position among the operator's flattened outputs."""
+    allocated_bytes: int
+    """Size as the fake run says; a probe may know better."""
+
+
+class Operation(NamedTuple):
+    """One operator call that allocated something or may have needed temporaries."""
+
+    op: str
+    """Qualified operator name."""
+    module: str
+    """Qualified name of the module it belongs to; in the backward, of the forward that it differentiates."""
+    phase: Phase
+    """The phase of the step."""
+    signature: int | None
+    """Index into :attr:`Timeline.signatures`; ``None`` for operators that never have temporaries (views)."""
+    outputs: tuple[Output, ...]
+    """What it allocated."""
+    accumulates_into: int | None = None
+    """Storage of its first argument, if the autograd engine would have added in place on a real run."""
+
+
+class Free(NamedTuple):
+    """A storage whose last reference went away."""
+
+    storage: int
+    """Number of the storage."""
+    phase: Phase
+    """The phase of the step."""
+
+
+class Resident(NamedTuple):
+    """A storage that was there before the step began."""
+
+    storage: int
+    """Number of the storage."""
+    allocated_bytes: int
+    """Its size."""
+    category: Category
+    """What it holds."""
+
+
+Event = Operation | Free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One optimizer step: what was there, what came and went, in order."""
+
+    residents: tuple[Resident, ...]
+    """Storages alive when the step begins: parameters, buffers, optimizer states, the old gradients, the batch."""
+    events: tuple[Event, ...]
+    """Operators and frees in the order of execution."""
+    categories: Mapping[int, Category]
+    """Category of every storage that the step allocated."""
+    signatures: tuple[Signature, ...]
+    """The distinct operator calls, for probing; empty if the trace was asked not to collect them."""
+    num_parameters: int
+    """Distinct parameter elements of the module, tied ones counted once."""
+    num_operations: int
+    """Operators dispatched, views included."""
+    flops: int
+    """Floating point operations of the whole optimizer step (matrix products, convolutions, attention)."""
+    recomputed_flops: int
+    """Those of them that activation checkpointing repeats."""
+    notes: tuple[str, ...] = ()
+    """Assumptions made while tracing, in words."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes alive when the step begins."""
+        return sum(resident.allocated_bytes for resident in self.residents)

@@ -1,0 +1,331 @@
+"""The dispatch mode that follows storages: every allocation and free of whatever runs inside it.
+
+Adapter for private names of torch: ``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node``,
+``torch._C._autograd._get_sequence_nr``, ``UntypedStorage._cdata``, ``Tensor._is_view`` and
+``torch.utils.flop_counter.flop_registry``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from lightning_memfit.plan import Category, Phase
+from lightning_memfit.trace.cpu_rules import as_on_cpu
+from lightning_memfit.trace.timeline import (
+    Event,
+    Free,
+    Operation,
+    Output,
+    Resident,
+    Signature,
+    TensorShape,
+)
+
+_aten = torch.ops.aten
+_ADD = _aten.add.Tensor
+_READ_SCALAR = _aten._local_scalar_dense.default
+_LATE_STEP = 1000
+_LAST_SEQUENCE_NUMBER = 2**63
+_NOT_COMPUTING = ("prim", "profiler")  # a fake's ``.device`` is an operator of its own
+
+# Operators whose outputs share the storage of an input on every backend: they can hide no temporaries.
+_VIEWS = frozenset(
+    {
+        _aten.alias.default,
+        _aten.as_strided.default,
+        _aten.detach.default,
+        _aten.diagonal.default,
+        _aten.expand.default,
+        _aten.lift_fresh.default,
+        _aten.permute.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.split.Tensor,
+        _aten.split_with_sizes.default,
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unbind.int,
+        _aten.unfold.default,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+        _aten.view.dtype,
+        _aten._unsafe_view.default,
+    }
+)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    # Five matrix products of the size of the forward's two. Source: torch.utils.flop_counter.sdpa_backward_flop_count.
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape)) * 5 // 2
+
+
+_OWN_FLOPS: Mapping[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings (faster than a pytree for operator arguments)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class StepTracer(TorchDispatchMode):
+    """Record what is allocated and freed, by storage lifetime, while the mode is active.
+
+    Storages are followed by weak references, so that a free is seen when the last tensor on it dies.
+
+    Args:
+        names: qualified name of each module, by ``id``.
+        collect_signatures: keep the distinct operator calls, so that they can be probed.
+    """
+
+    def __init__(self, names: Mapping[int, str], *, collect_signatures: bool = True) -> None:
+        super().__init__()
+        self.phase: Phase = "forward"
+        self.events: list[Event] = []
+        self.residents: list[Resident] = []
+        self.categories: dict[int, Category] = {}
+        self.signatures: list[Signature] = []
+        self.num_operations = 0
+        self.flops = 0
+        self.recomputed_flops = 0
+        self.scalars_read = 0
+        self._collect_signatures = collect_signatures
+        self._names = names
+        self._module_stack: list[str] = []
+        self._module_starts: tuple[list[int], list[str]] = ([], [])
+        self._alive: dict[int, tuple[weakref.ref[Any], int, tuple[int, int] | None]] = {}
+        self._next_storage = 0
+        self._signature_ids: dict[Any, int] = {}
+        self._following = True
+        self._recording = True
+
+    # Storages
+
+    def add_residents(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
+        """Register the storages of ``tensors`` as there before the step, each storage once."""
+        for tensor in tensors:
+            number = self._follow(tensor, None)
+            if number is not None:
+                self.residents.append(Resident(number, tensor.untyped_storage().nbytes(), category))
+
+    def categorise(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
+        """Say what the storages of ``tensors`` hold, if the step allocated them."""
+        for tensor in tensors:
+            entry = self._alive.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry[1] in self.categories:
+                self.categories[entry[1]] = category
+
+    def categorise_saved(self) -> None:
+        """What the forward allocated and is alive now was saved for the backward: activations."""
+        for _, number, _ in self._alive.values():
+            if self.categories.get(number) == "temporaries":
+                self.categories[number] = "activations"
+
+    @contextmanager
+    def not_recording(self) -> Iterator[None]:
+        """Operators run unseen (only reads of values are answered), and nothing that dies is noted."""
+        self._recording = False
+        try:
+            yield
+        finally:
+            self._recording = True
+
+    def stop_following(self) -> None:
+        """Record no more frees: what dies from here on dies because the trace ends."""
+        self._following = False
+
+    def _follow(self, tensor: torch.Tensor, origin: tuple[int, int] | None) -> int | None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return None
+        number = self._next_storage
+        self._next_storage += 1
+
+        def died(_: Any) -> None:
+            self._alive.pop(key, None)
+            if self._following:
+                self.events.append(Free(number, self.phase))
+
+        self._alive[key] = (weakref.ref(storage, died), number, origin)
+        return number
+
+    # Operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and note what it allocated."""
+        kwargs = kwargs or {}
+        if func is _READ_SCALAR:
+            return self._answer_scalar(args[0])
+        if not self._recording or func.namespace in _NOT_COMPUTING:
+            return func(*args, **kwargs)
+        self.num_operations += 1
+        in_backward = torch._C._current_graph_task_id() != -1
+        recomputing = in_backward and torch.is_grad_enabled()
+        module = self._module(in_backward, recomputing)
+        if func in _VIEWS:
+            out = func(*args, **kwargs)
+            self._note(func, module, None, None, out, recomputing)
+            return out
+        signature = self._signature(func, args, kwargs) if self._collect_signatures else None
+        target = self._accumulation_target(func, args) if in_backward and not recomputing else None
+        out = as_on_cpu(func, args, func(*args, **kwargs))
+        self._count_flops(func, args, kwargs, out, recomputing)
+        self._note(func, module, signature, target, out, recomputing)
+        return out
+
+    def _note(
+        self, func: Any, module: str, signature: int | None, target: int | None, out: Any, recomputing: bool
+    ) -> None:
+        outputs = []
+        for index, tensor in enumerate(tensors_in(out)):
+            number = self._follow(tensor, None if signature is None else (signature, index))
+            if number is not None:
+                saved = recomputing and self.phase == "backward"
+                self.categories[number] = "activations" if saved else "temporaries"
+                outputs.append(Output(number, index, tensor.untyped_storage().nbytes()))
+        if outputs or func not in _VIEWS:
+            self.events.append(Operation(str(func), module, self.phase, signature, tuple(outputs), target))
+
+    def _answer_scalar(self, tensor: torch.Tensor) -> int | float | bool:
+        # A fake tensor has no value. Losses are read for logging, flags ("is anything NaN?") for warnings: answer as a
+        # healthy step would, and count it so that the forecast can say so.
+        if self.phase == "optimizer_step" or not self._recording:
+            # Optimizers read step counters: a late step takes the branch of the steady state, and running products
+            # such as NAdam's are not 1, by whose distance from 1 is divided.
+            return (
+                False if tensor.dtype is torch.bool else float(_LATE_STEP) if tensor.is_floating_point() else _LATE_STEP
+            )
+        self.scalars_read += 1
+        if tensor.dtype is torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _accumulation_target(self, func: Any, args: tuple[Any, ...]) -> int | None:
+        # The engine adds a second gradient in place where it owns the buffer of the first; a fake tensor is a
+        # subclass, for which it adds out of place. The replay puts that right if the first argument dies at once.
+        # Source: torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace.
+        if func is not _ADD or len(args) != 2:
+            return None
+        first, second = args
+        if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+            return None
+        if first.shape != second.shape or first.dtype != second.dtype or first._is_view():
+            return None
+        entry = self._alive.get(first.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
+
+    def _count_flops(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recomputing: bool
+    ) -> None:
+        packet = func._overloadpacket
+        own = _OWN_FLOPS.get(packet)
+        if own is not None:
+            flops = own(*args, **kwargs)
+        elif packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+        else:
+            return
+        self.flops += flops
+        if recomputing:
+            self.recomputed_flops += flops
+
+    def _signature(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        described = Signature(str(func), self._describe(args), self._describe(kwargs))
+        key = _without_origins(described.op), _without_origins(described.args), _without_origins(described.kwargs)
+        number = self._signature_ids.get(key)
+        if number is None:
+            number = self._signature_ids[key] = len(self.signatures)
+            self.signatures.append(described)
+        return number
+
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            entry = self._alive.get(value.untyped_storage()._cdata)
+            dtype = str(value.dtype).removeprefix("torch.")
+            return TensorShape(dtype, tuple(value.shape), tuple(value.stride()), None if entry is None else entry[2])
+        if isinstance(value, (list, tuple)):
+            return tuple(self._describe(item) for item in value)
+        if isinstance(value, dict):
+            return {name: self._describe(item) for name, item in value.items()}
+        return value
+
+    # Modules
+
+    def _module(self, in_backward: bool, recomputing: bool) -> str:
+        if not in_backward or recomputing:
+            return self._module_stack[-1] if self._module_stack else ""
+        # A backward node carries the number of the forward operator that made it; those that store gradients have none.
+        node = torch._C._current_autograd_node()
+        if node is None or node._sequence_nr() > _LAST_SEQUENCE_NUMBER:
+            return ""
+        starts, names = self._module_starts
+        position = bisect.bisect_right(starts, node._sequence_nr()) - 1
+        return names[position] if position >= 0 else ""
+
+    def _note_start(self) -> None:
+        # Taken between operators: a number read inside one is already past the node of that operator.
+        self._module_starts[0].append(torch._C._autograd._get_sequence_nr())
+        self._module_starts[1].append(self._module_stack[-1] if self._module_stack else "")
+
+    @contextmanager
+    def following_modules(self) -> Iterator[None]:
+        """Keep track of the module that is being called, by global forward hooks that are removed at the end."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            above = self._module_stack[-1] if self._module_stack else ""
+            self._module_stack.append(self._names.get(id(module), above))
+            self._note_start()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._module_stack:
+                self._module_stack.pop()
+                self._note_start()
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _without_origins(value: Any) -> Any:
+    """A hashable form of a described argument in which tensors of equal shape are equal wherever they come from."""
+    if isinstance(value, TensorShape):
+        return value[:3]
+    if isinstance(value, tuple):
+        return tuple(_without_origins(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _without_origins(item)) for name, item in value.items())
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return type(value), value
+    return repr(value)
