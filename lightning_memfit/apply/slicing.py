@@ -1,0 +1,161 @@
+"""Which slices a collated batch is divided into, and what each one's mean loss counts."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.errors import BatchStructureError, ConfigurationError
+from lightning_memfit.plan import BatchSplit, balanced_slices
+
+SplitBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
+"""The user's ``(batch, micro_batch_size) -> pairs of (slice, number of samples)``."""
+LossWeight = str | Callable[[Any], float]
+"""``"samples"``, ``"tokens"``, or what a slice's mean loss counts as a function of the slice."""
+
+IGNORED_LABEL = -100
+"""The label that losses leave out. Source: ``torch.nn.functional.cross_entropy``, ``ignore_index``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSlice:
+    """Part of one collated batch."""
+
+    batch: Any
+    """What ``training_step`` gets: views of the collated batch."""
+    samples: int
+    """Samples in it."""
+    weight: float
+    """What its mean loss counts in the mean of the window."""
+
+
+class BatchDivider:
+    """Divides batches into balanced slices and weighs them."""
+
+    def __init__(self, *, split: BatchSplit, split_batch: SplitBatch | None, loss_weight: LossWeight) -> None:
+        """Check the settings.
+
+        Args:
+            split: a plan of one slice never divides; else no slice exceeds its largest.
+            split_batch: the user's function, in place of dividing every tensor along dimension 0.
+            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100) or a function of a slice.
+
+        Raises:
+            ConfigurationError: if ``loss_weight`` is neither a known word nor callable.
+        """
+        if not callable(loss_weight) and loss_weight not in ("samples", "tokens"):
+            raise ConfigurationError(
+                f"loss_weight={loss_weight!r} is not known. Choose 'samples', 'tokens', or a function of the batch."
+            )
+        self._split = split
+        self._split_batch = split_batch
+        self._loss_weight = loss_weight
+        self._warned = False
+
+    def divide(self, batch: Any) -> list[BatchSlice]:
+        """The slices of one collated batch.
+
+        Raises:
+            BatchStructureError: if the batch cannot be divided.
+            ConfigurationError: if ``split_batch`` or ``loss_weight`` give something unusable.
+        """
+        parts = [(batch, self._samples_of(batch))] if self._split.num_slices == 1 else self._parts(batch)
+        return [BatchSlice(batch=part, samples=samples, weight=self._weigh(part, samples)) for part, samples in parts]
+
+    def _parts(self, batch: Any) -> Sequence[tuple[Any, int]]:
+        micro = self._split.micro_batch_size
+        if self._split_batch is not None:
+            return _checked_pairs(self._split_batch(batch, micro), micro)
+        samples = batch_size_of(batch)
+        if samples <= micro:
+            return [(batch, samples)]
+        sizes = balanced_slices(samples, math.ceil(samples / micro))
+        return list(zip(split_by_sizes(batch, sizes), sizes, strict=True))
+
+    def _samples_of(self, batch: Any) -> int:
+        """Samples of an undivided batch, needed only to weigh it against the others of its window."""
+        if self._loss_weight != "samples":
+            return self._split.loader_batch_size  # the weight comes from the batch itself
+        if self._split_batch is not None:
+            pairs = _checked_pairs(self._split_batch(batch, sys.maxsize), sys.maxsize)
+            return sum(samples for _, samples in pairs)
+        try:
+            return batch_size_of(batch)
+        except BatchStructureError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"Every batch counts as {self._split.loader_batch_size} samples of its accumulation window, also a "
+                    f"smaller last one, since its number of samples is not known. {error}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            return self._split.loader_batch_size
+
+    def _weigh(self, batch: Any, samples: int) -> float:
+        return weight_of(batch, samples, self._loss_weight)
+
+
+def weight_of(batch: Any, samples: int, loss_weight: LossWeight) -> float:
+    """What the mean loss of a slice counts.
+
+    Args:
+        batch: the slice.
+        samples: samples in it.
+        loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100) or a function of the slice.
+
+    Raises:
+        ConfigurationError: if tokens cannot be counted, or the function returns something unusable.
+    """
+    if loss_weight == "samples":
+        return float(samples)
+    if not callable(loss_weight):
+        return float(_labelled_tokens(batch))
+    weight = float(loss_weight(batch))
+    if not math.isfinite(weight) or weight < 0:
+        raise ConfigurationError(
+            f"loss_weight= returned {weight} for a slice of {samples} samples. Return a finite number of at least "
+            "0: what the mean loss of that slice counts."
+        )
+    return weight
+
+
+def _checked_pairs(pairs: Any, micro_batch_size: int) -> list[tuple[Any, int]]:
+    try:
+        checked = [(part, samples) for part, samples in pairs]
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"split_batch= returned {type(pairs).__name__}, not pairs of (slice, number of samples). Return such as "
+            "[(batch[:4], 4), (batch[4:], 3)]."
+        ) from error
+    sizes = [samples for _, samples in checked]
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ConfigurationError(
+            f"split_batch= returned slices of {sizes} samples. Return at least one slice, each with a whole number of "
+            "at least 1."
+        )
+    if max(sizes) > micro_batch_size:
+        raise ConfigurationError(
+            f"split_batch= returned slices of {sizes} samples, more than micro_batch_size={micro_batch_size}, for "
+            "which memory was planned. Return smaller slices."
+        )
+    return checked
+
+
+def _labelled_tokens(batch: Any) -> int:
+    for name in ("labels", "label"):
+        labels = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+        if isinstance(labels, Tensor):
+            return int((labels != IGNORED_LABEL).sum())
+    found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+    raise ConfigurationError(
+        f"loss_weight='tokens' counts batch['labels'] other than {IGNORED_LABEL}, but the batch has {found} and no "
+        "tensor 'labels' or 'label'. Pass loss_weight= a function of the batch: what its mean loss counts."
+    )
