@@ -1,0 +1,201 @@
+"""The first guard against inexact slicing: does the loss of a batch equal the weighted mean over its parts?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs
+from lightning_memfit.errors import BatchStructureError
+from lightning_memfit.validate.snapshot import take_snapshot
+from lightning_memfit.validate.warmup import silenced
+
+_SAMPLES = 4
+_RELATIVE_TOLERANCE = 1e-4
+_WAY_OUT = "allow_inexact_slicing=True slices it all the same."
+
+Split = Callable[[Any, Sequence[int]], list[Any]]
+Join = Callable[[Sequence[Any], Sequence[int], Sequence[float]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitVerdict:
+    """Whether slices of a batch give the result of the undivided batch."""
+
+    exact: bool
+    """True if nothing was found that speaks against slicing."""
+    reason: str
+    """What was found, in words, with the way out where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    batch: Any
+    samples: int
+    weight: float
+
+
+def has_train_mode_batch_norm(module: nn.Module) -> str | None:
+    """Return the name of the first BatchNorm that uses the statistics of the batch it is given, or ``None``.
+
+    SyncBatchNorm counts too. One in eval mode with running statistics does not, and InstanceNorm, which looks at each
+    sample alone, does not.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            return name or type(layer).__name__
+    return None
+
+
+def check_splittable(
+    *,
+    module: Any,
+    batch: Any,
+    split_by_sizes: Split,
+    training_step: Callable[[Any], Any],
+    weights: Callable[[Any], float],
+    join: Join = join_outputs,
+    batch_size: int | None = None,
+) -> SplitVerdict:
+    """Compare the loss of four samples with the weighted mean over two and two (of three: two and one).
+
+    In eval mode, so that dropout is no difference, without autocast and, unless the step itself needs them, without
+    gradients. Everything is put back: module, batch and random generators. A batch of one sample is never sliced.
+
+    Args:
+        module: the LightningModule.
+        batch: one collated batch.
+        split_by_sizes: divides a batch into slices of the given numbers of samples.
+        training_step: runs one batch or slice; a loss, or a mapping with ``"loss"``.
+        weights: weight of a slice's mean loss, such as its samples or tokens.
+        join: joins what the slices returned: outputs, samples and weights of each.
+        batch_size: samples in ``batch``; ``None`` reads it off the batch.
+
+    Ignores: layers that couple the samples of a batch in training mode only, BatchNorm apart, and coupling among more
+    than four samples only.
+    """
+    coupled = has_train_mode_batch_norm(module)
+    if coupled is not None:
+        return _inexact(
+            f"BatchNorm {coupled!r} is in training mode: it normalises over the samples it is given, so that slices "
+            "differ from the undivided batch. Freeze it (eval mode), or use GroupNorm"
+        )
+    try:
+        samples = batch_size_of(batch) if batch_size is None else batch_size
+        if samples == 1:
+            return SplitVerdict(exact=True, reason="A batch of one sample is never sliced.")
+        whole, parts = _parts(batch, samples, split_by_sizes, weights)
+        return _compare(module, training_step, whole, parts, join)
+    except BatchStructureError as error:
+        return SplitVerdict(exact=False, reason=str(error))
+
+
+def _parts(batch: Any, samples: int, split: Split, weights: Callable[[Any], float]) -> tuple[_Part, list[_Part]]:
+    taken = min(_SAMPLES, samples)
+    whole = batch if taken == samples else split(batch, (taken, samples - taken))[0]
+    sizes = (taken - taken // 2, taken // 2)
+    slices = split(whole, sizes)
+    parts = [
+        _Part(batch=part, samples=size, weight=float(weights(part))) for part, size in zip(slices, sizes, strict=True)
+    ]
+    return _Part(batch=whole, samples=taken, weight=float(weights(whole))), parts
+
+
+def _compare(
+    module: Any, training_step: Callable[[Any], Any], whole: _Part, parts: list[_Part], join: Join
+) -> SplitVerdict:
+    first, second, *outputs = _run(module, training_step, [whole, whole, *parts])
+    losses = [_loss_of(output) for output in (first, second, *outputs)]
+    if any(loss is None for loss in losses):
+        return _inexact("training_step returned no loss, or one of more than one number: nothing can be compared")
+    reference, again, *of_parts = [loss for loss in losses if loss is not None]
+    shown = ", ".join(f"{loss:.7g}" for loss in (reference, again, *of_parts))
+    if not all(map(math.isfinite, (reference, again, *of_parts))):
+        return _inexact(f"The loss is not finite (undivided, repeated, slices: {shown}): nothing can be compared")
+    tolerance = _tolerance(first) * max(abs(reference), torch.finfo(torch.float32).tiny)
+    if abs(reference - again) > tolerance:
+        return _inexact(
+            f"The loss is not deterministic: cannot be compared. The same {whole.samples} samples gave "
+            f"{reference:.7g} and {again:.7g} in eval mode"
+        )
+    total = math.fsum(part.weight for part in parts)
+    if total <= 0:
+        return _inexact(f"The weights of the slices add up to {total:g}: nothing can be compared")
+    mean = math.fsum(part.weight * loss for part, loss in zip(parts, of_parts, strict=True)) / total
+    sizes = " and ".join(str(part.samples) for part in parts)
+    if abs(reference - mean) > tolerance:
+        return _inexact(
+            f"The loss of {whole.samples} samples is {reference:.7g}, the weighted mean over slices of {sizes} is "
+            f"{mean:.7g}: the loss is no mean over samples (or its weight is another: see loss_weight)"
+        )
+    join([_extras(output) for output in outputs], [part.samples for part in parts], [part.weight for part in parts])
+    equal = f"The loss of {whole.samples} samples equals the weighted mean over slices of {sizes} ({reference:.7g})."
+    return SplitVerdict(exact=True, reason=equal)
+
+
+def _run(module: Any, training_step: Callable[[Any], Any], parts: list[_Part]) -> list[Any]:
+    """What the step returns for each part, in eval mode and without a trace."""
+    batches = [part.batch for part in parts]
+    with take_snapshot(module, extra_roots=batches), _unlogged(module), torch.autocast("cpu", enabled=False):
+        module.eval()
+        return [_forward(training_step, part) for part in parts]
+
+
+def _forward(training_step: Callable[[Any], Any], part: _Part) -> Any:
+    with take_snapshot(None, extra_roots=[part.batch], random_state=False):  # a step may change its batch in place
+        try:
+            with torch.no_grad():
+                return training_step(part.batch)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+        with torch.enable_grad():  # a step that differentiates inside, such as one with a gradient penalty
+            return training_step(part.batch)
+
+
+@contextmanager
+def _unlogged(module: Any) -> Iterator[None]:
+    """Silence ``self.log``, which needs a running loop, and what else would be seen outside."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    before = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
+    vars(module).update(log=nothing, log_dict=nothing)
+    trainer = getattr(module, "_trainer", None)
+    try:
+        if trainer is None:
+            yield
+        else:
+            with silenced(trainer):
+                yield
+    finally:
+        for name in ("log", "log_dict"):
+            vars(module).pop(name)
+        vars(module).update(before)
+
+
+def _loss_of(output: Any) -> float | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _extras(output: Any) -> Any:
+    return {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
+
+
+def _tolerance(output: Any) -> float:
+    """Relative tolerance of a comparison; wider where the loss is computed in less than float32."""
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    return max(_RELATIVE_TOLERANCE, 4 * torch.finfo(loss.dtype).eps)
+
+
+def _inexact(what: str) -> SplitVerdict:
+    return SplitVerdict(exact=False, reason=f"{what}. {_WAY_OUT}")

@@ -1,0 +1,309 @@
+"""The memory warm-up: real optimizer steps at the final settings through Lightning's own path, without a trace.
+
+Adapter for Lightning's loops: touches ``trainer.fit_loop.epoch_loop`` (``batch_progress``, ``automatic_optimization``,
+``manual_optimization``, ``_build_kwargs``, ``_should_accumulate``), its ``val_loop`` (``_on_evaluation_model_eval``,
+``_on_evaluation_model_train``, ``_build_kwargs``, ``_build_step_args_from_hook_kwargs``, ``_module_mode``),
+``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``), ``LightningModule._on_before_batch_transfer``, and
+``_call_lightning_module_hook`` and ``_call_strategy_hook`` of ``trainer/call.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.plan import Measurement
+from lightning_memfit.validate.meter import AllocationMeter, Meter, storage_bytes
+from lightning_memfit.validate.snapshot import Snapshot, reachable_tensors, take_snapshot
+from lightning_memfit.validate.tensor_vault import TensorsIn
+
+_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+_LOGGER_FACTS = ("name", "version", "save_dir", "log_dir", "root_dir")
+# Kept in memory only where the copy is small beside what a plan may use: on a host both share one memory.
+_SNAPSHOT_SHARE = 8
+# A gradient scaler skips steps until its scale fits; states do not exist before a step that is not skipped.
+_SKIPPED_STEPS = 20
+
+
+def run_warmup(
+    *,
+    trainer: Any,
+    module: Any,
+    batch: Any,
+    validation_batch: Any | None = None,
+    accumulate_grad_batches: int,
+    num_profiled_steps: int,
+    budget_bytes: int,
+    resident_batches: int = 1,
+    snapshot_in: Literal["auto", "memory", "disk"] = "auto",
+    meter: Callable[[int], Meter] = AllocationMeter,
+) -> Measurement:
+    """Run real optimizer steps and one evaluation step, measure them, and put everything back.
+
+    Called where everything is final: in a callback's ``on_sanity_check_start``, or in ``on_train_start`` if no sanity
+    check runs. Every Lightning batch of a window is ``batch``. The module's own hooks run as in training, since its
+    ``training_step`` may rely on them: ``on_train_start``, ``on_train_epoch_start``, those of each batch, and the same
+    for validation; no end-of-epoch hooks, no learning-rate scheduler steps. Callbacks, loggers and Lightning's profiler
+    do not take part. Also after an error everything is put back, and the error passes through.
+
+    Args:
+        trainer: the user's Trainer, fitting, with optimizers made.
+        module: its LightningModule.
+        batch: one collated batch, as the loader gives it: the worst one.
+        validation_batch: one batch of the first validation loader; ``None`` if the run does not validate.
+        accumulate_grad_batches: Lightning batches per optimizer step, equal to the trainer's.
+        num_profiled_steps: optimizer steps to run; from the second on the optimizer's states exist.
+        budget_bytes: what a plan may use; decides where ``"auto"`` keeps the snapshot.
+        resident_batches: batches that training holds at the same time (2 where Lightning fetches one ahead); the
+            warm-up holds one, and the others are added to what is resident.
+        snapshot_in: ``"memory"``, ``"disk"``, or ``"auto"``: in memory up to an eighth of the budget.
+        meter: makes the meter from the bytes that are resident at its start.
+
+    Returns:
+        What was measured. The seconds contain the profiler's overhead (about 5 %); the snapshot is in none of the
+        allocator's peaks, but in the resident set if it is in memory.
+
+    Raises:
+        UnsupportedError: if ``training_step`` takes an iterator, or this release of Lightning has other names.
+    """
+    assert trainer.accumulate_grad_batches == accumulate_grad_batches, "the warm-up runs at the trainer's settings"
+    _check_supported(trainer, module)
+    run = _WarmUp(trainer=trainer, module=module, call=_lightning(trainer, "trainer.call"))
+    roots = [*_roots(trainer), batch, validation_batch]
+    where = _place(snapshot_in, budget_bytes, [module, *trainer.optimizers, batch, validation_batch])
+    with (
+        take_snapshot(
+            module,
+            optimizers=trainer.optimizers,
+            schedulers=trainer.lr_scheduler_configs,
+            extra_roots=roots,
+            tensors_in=where,
+        ),
+        silenced(trainer),
+        torch.enable_grad(),
+    ):
+        _drop_gradients(module, trainer.optimizers)
+        resident = storage_bytes(reachable_tensors([module, *trainer.optimizers, batch]))
+        resident += (resident_batches - 1) * storage_bytes(reachable_tensors([batch]))
+        training_meter = meter(resident)
+        seconds = run.train(batch, num_profiled_steps, training_meter)
+        evaluation_meter = None
+        if validation_batch is not None:
+            evaluation_meter = run.evaluate(validation_batch, meter)
+    return _measurement(training_meter, evaluation_meter, seconds, num_profiled_steps)
+
+
+@contextmanager
+def silenced(trainer: Any) -> Iterator[None]:
+    """Let callbacks, loggers and Lightning's profiler take no part; stand-ins answer what user code asks a logger."""
+    callbacks, loggers, profiler = trainer.callbacks, trainer.loggers, trainer.profiler
+    dummy = _lightning(trainer, "loggers.logger").DummyLogger
+    trainer.callbacks = []
+    trainer.loggers = [_stand_in(dummy, logger) for logger in loggers]
+    trainer.profiler = _lightning(trainer, "profilers").PassThroughProfiler()
+    try:
+        yield
+    finally:
+        trainer.callbacks, trainer.loggers, trainer.profiler = callbacks, loggers, profiler
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WarmUp:
+    trainer: Any
+    module: Any
+    call: Any
+    """Lightning's module of functions that call hooks."""
+
+    def train(self, batch: Any, num_steps: int, meter: Meter) -> float:
+        """Run optimizer steps under the meter; seconds of the last one."""
+        self.trainer.training = True
+        seconds = 0.0
+        with _reusable(batch) as untouched, meter:
+            self._hook("on_train_start")
+            self._hook("on_train_epoch_start")
+            steps_left = num_steps
+            for _ in range(num_steps + _SKIPPED_STEPS):
+                scales = [scaler.get_scale() for scaler in _scalers(self.trainer)]
+                seconds = self._optimizer_step(batch, untouched)
+                skipped = any(
+                    scaler.get_scale() < old for scaler, old in zip(_scalers(self.trainer), scales, strict=True)
+                )
+                steps_left -= not skipped
+                if not steps_left:
+                    break
+        return seconds
+
+    def _optimizer_step(self, batch: Any, untouched: Snapshot) -> float:
+        """One window of Lightning batches, as ``_TrainingEpochLoop.advance`` runs them."""
+        epoch_loop, seconds = self.trainer.fit_loop.epoch_loop, 0.0
+        accumulate = self.trainer.accumulate_grad_batches
+        for index in range(accumulate):
+            epoch_loop.batch_progress.current.ready = index + 1
+            epoch_loop.batch_progress.is_last_batch = index + 1 == accumulate
+            start = perf_counter()
+            self._training_batch(batch, index)
+            seconds += perf_counter() - start
+            untouched.restore()  # a step that changes its batch in place would not find it again
+            if not epoch_loop._should_accumulate():  # an epoch shorter than a window steps early
+                break
+        return seconds
+
+    def _training_batch(self, batch: Any, index: int) -> None:
+        trainer, epoch_loop = self.trainer, self.trainer.fit_loop.epoch_loop
+        batch = self._to_device(batch)
+        trainer._logger_connector.on_batch_start(batch)
+        self._hook("on_train_batch_start", batch, index)
+        kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, index)
+        if self.module.automatic_optimization:
+            output = epoch_loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+        else:
+            output = epoch_loop.manual_optimization.run(kwargs)
+        self._hook("on_train_batch_end", output, batch, index)
+        trainer._logger_connector.on_batch_end()
+
+    def evaluate(self, batch: Any, meter: Callable[[int], Meter]) -> Meter:
+        """Run one evaluation step as the validation loop does inside an epoch: gradients are gone, states exist."""
+        self._hook("on_validation_model_zero_grad")
+        running = meter(storage_bytes(reachable_tensors([self.module, *self.trainer.optimizers, batch])))
+        self.trainer.validating = True
+        with running, torch.no_grad():
+            self._evaluation_step(batch)
+        return running
+
+    def _evaluation_step(self, batch: Any) -> None:
+        trainer, val_loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
+        trainer._logger_connector.epoch_end_reached()
+        val_loop._on_evaluation_model_eval()
+        self._hook("on_validation_start")
+        self._hook("on_validation_epoch_start")
+        batch = self._to_device(batch)
+        index = 0 if _needs_dataloader_idx(self.module.validation_step) else None
+        kwargs = val_loop._build_kwargs(batch, 0, index)
+        trainer._logger_connector.on_batch_start(batch, index)
+        self._hook("on_validation_batch_start", *kwargs.values())
+        arguments = val_loop._build_step_args_from_hook_kwargs(kwargs, "validation_step")
+        output = self.call._call_strategy_hook(trainer, "validation_step", *arguments)
+        self._hook("on_validation_batch_end", output, *kwargs.values())
+        trainer._logger_connector.on_batch_end()
+        val_loop._on_evaluation_model_train()
+
+    def _to_device(self, batch: Any) -> Any:
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _hook(self, name: str, *arguments: Any) -> None:
+        self.call._call_lightning_module_hook(self.trainer, name, *arguments)
+
+
+def _reusable(batch: Any) -> Snapshot:
+    return take_snapshot(None, extra_roots=[batch], random_state=False)
+
+
+def _roots(trainer: Any) -> list[Any]:
+    """Lightning's own objects whose attributes the steps change: progress, results, flags and the scaler."""
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    return [
+        trainer, trainer.state, trainer._logger_connector, fit_loop, epoch_loop, epoch_loop.automatic_optimization,
+        epoch_loop.manual_optimization, epoch_loop.val_loop, getattr(epoch_loop.val_loop, "_module_mode", None),
+        *_scalers(trainer),
+    ]  # fmt: skip
+
+
+def _scalers(trainer: Any) -> list[Any]:
+    """The gradient scaler of the precision plugin, or of the one it delegates to."""
+    plugins = [trainer.precision_plugin, *vars(trainer.precision_plugin).values()]
+    found = [vars(plugin).get("scaler") for plugin in plugins if hasattr(plugin, "__dict__")]
+    return [scaler for scaler in found if scaler is not None]
+
+
+def _place(snapshot_in: Literal["auto", "memory", "disk"], budget_bytes: int, roots: list[Any]) -> TensorsIn:
+    if snapshot_in != "auto":
+        return snapshot_in
+    return "memory" if storage_bytes(reachable_tensors(roots)) * _SNAPSHOT_SHARE <= budget_bytes else "disk"
+
+
+def _drop_gradients(module: Any, optimizers: list[Any]) -> None:
+    """Set gradients to ``None``: the meter does not see the free of a block that it did not see allocated."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _measurement(training: Meter, evaluation: Meter | None, seconds: float, num_steps: int) -> Measurement:
+    resident_sets = [meter.peak_rss_bytes for meter in (training, evaluation) if meter is not None]
+    known = [size for size in resident_sets if size is not None]
+    return Measurement(
+        measured_peak_allocated_bytes=training.peak_allocated_bytes,
+        measured_evaluation_peak_bytes=None if evaluation is None else evaluation.peak_allocated_bytes,
+        measured_peak_rss_bytes=max(known, default=None),
+        measured_step_seconds=seconds,
+        profiled_steps=num_steps,
+        costliest_ops=training.costliest_ops,
+    )
+
+
+def _needs_dataloader_idx(step: Callable[..., Any]) -> bool:
+    parameter = inspect.signature(step).parameters.get("dataloader_idx")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _stand_in(dummy: Any, logger: Any) -> Any:
+    """A logger that does nothing, and tells its name and directories as the real one would."""
+
+    def fact(name: str) -> property:
+        return property(lambda _: getattr(logger, name, None))
+
+    return type("StandInLogger", (dummy,), {name: fact(name) for name in _LOGGER_FACTS})()
+
+
+def _lightning(trainer: Any, name: str) -> Any:
+    """A module of the package that the user's Trainer comes from, also if the Trainer's class is the user's own."""
+    for cls in type(trainer).__mro__:
+        for namespace in _NAMESPACES:
+            if cls.__module__.startswith(f"{namespace}."):
+                return importlib.import_module(f"{namespace}.{name}")
+    raise UnsupportedError(
+        f"The Trainer is a {type(trainer).__module__}.{type(trainer).__qualname__}. MemFit works with the Trainer of: "
+        f"{', '.join(_NAMESPACES)}. Derive yours from one of them."
+    )
+
+
+def _check_supported(trainer: Any, module: Any) -> None:
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedError(
+            f"{type(module).__qualname__}.training_step(dataloader_iter) fetches its own batches: the memory warm-up "
+            "cannot give it the worst one. Take `batch` instead, or set MEMFIT=off for this run."
+        )
+    epoch_loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
+    val_loop = getattr(epoch_loop, "val_loop", None)
+    wanted: list[tuple[Any, str]] = [
+        *((epoch_loop, name) for name in ("batch_progress", "automatic_optimization", "manual_optimization")),
+        *((epoch_loop, name) for name in ("_build_kwargs", "_should_accumulate", "_results")),
+        *((val_loop, name) for name in ("_on_evaluation_model_eval", "_on_evaluation_model_train", "_build_kwargs")),
+        (val_loop, "_build_step_args_from_hook_kwargs"),
+        (getattr(trainer, "_logger_connector", None), "on_batch_start"),
+        (module, "_on_before_batch_transfer"),
+        (_lightning(trainer, "trainer.call"), "_call_lightning_module_hook"),
+        (_lightning(trainer, "trainer.call"), "_call_strategy_hook"),
+    ]
+    missing = [f"{type(owner).__name__}.{name}" for owner, name in wanted if not hasattr(owner, name)]
+    if missing:
+        version = importlib.import_module(_lightning(trainer, "trainer").__name__.partition(".")[0]).__version__
+        raise UnsupportedError(
+            f"Lightning {version} has no {', '.join(missing)}, through which MemFit runs its memory warm-up: this "
+            "release changed them. Use a Lightning release that MemFit lists."
+        )

@@ -1,0 +1,200 @@
+"""Losses that slices change are recognised. Run: ``pytest tests/validate/test_splittable.py``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.validate.splittable import SplitVerdict, check_splittable, has_train_mode_batch_norm
+
+
+class Classifier(LightningModule):
+    """A classifier whose loss is given from outside."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], Any] = F.cross_entropy, *layers: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 3), *layers)
+        self.loss = loss
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        self.sizes.append(len(batch["x"]))
+        loss = self.loss(self.net(batch["x"]), batch["y"])
+        self.log("loss", 0.0)
+        self.log_dict({"other": 0.0})
+        return loss
+
+
+def _batch(samples: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(samples, 4, generator=generator), "y": torch.arange(samples) % 3}
+
+
+def _check(module: Any, batch: Any = None, **settings: Any) -> SplitVerdict:
+    return check_splittable(
+        module=module,
+        batch=_batch() if batch is None else batch,
+        split_by_sizes=split_by_sizes,
+        training_step=lambda part: module.training_step(part, 0),
+        **{"weights": lambda part: float(batch_size_of(part)), **settings},
+    )
+
+
+def test_a_mean_over_samples_is_exact() -> None:
+    verdict = _check(Classifier())
+    assert verdict.exact
+    assert verdict.reason.startswith("The loss of 4 samples equals the weighted mean over slices of 2 and 2 (")
+
+
+def test_three_samples_are_compared_as_two_and_one_with_their_weights() -> None:
+    verdict = _check(Classifier(), _batch(3))
+    assert verdict.exact
+    assert "3 samples equals the weighted mean over slices of 2 and 1" in verdict.reason
+
+
+def test_one_sample_is_never_sliced_and_so_nothing_runs() -> None:
+    module = Classifier(lambda *_: 1 / 0)
+    assert _check(module, _batch(1)) == SplitVerdict(exact=True, reason="A batch of one sample is never sliced.")
+
+
+def test_a_contrastive_loss_with_negatives_from_the_batch_is_caught() -> None:
+    def contrastive(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        normed = F.normalize(logits, dim=1)
+        return F.cross_entropy(normed @ normed.T, torch.arange(len(logits)))
+
+    verdict = _check(Classifier(contrastive))
+    assert not verdict.exact
+    assert "the weighted mean over slices of 2 and 2 is" in verdict.reason
+    assert verdict.reason.endswith("allow_inexact_slicing=True slices it all the same.")
+
+
+def test_a_sum_over_samples_is_caught() -> None:
+    def total(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, y, reduction="sum")
+
+    verdict = _check(Classifier(total))
+    assert not verdict.exact
+    assert "no mean over samples" in verdict.reason
+
+
+def test_a_mean_over_tokens_needs_the_weight_of_tokens() -> None:
+    batch = {"x": torch.randn(4, 4), "y": torch.tensor([0, -100, 1, 2])}
+    assert not _check(Classifier(), batch).exact
+    assert _check(Classifier(), batch, weights=lambda part: float((part["y"] != -100).sum())).exact
+
+
+def test_a_batch_norm_in_training_mode_is_named() -> None:
+    module = Classifier(F.cross_entropy, nn.BatchNorm1d(3))
+    verdict = _check(module)
+    assert not verdict.exact
+    assert verdict.reason.startswith("BatchNorm 'net.1' is in training mode")
+    assert module.sizes == []
+
+
+def test_only_batch_norms_that_use_the_batch_count() -> None:
+    assert has_train_mode_batch_norm(nn.Sequential(nn.InstanceNorm1d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3))) is None
+    assert has_train_mode_batch_norm(nn.Sequential(nn.Identity(), nn.SyncBatchNorm(3))) == "1"
+    assert has_train_mode_batch_norm(nn.BatchNorm2d(3)) == "BatchNorm2d"
+    assert has_train_mode_batch_norm(nn.Sequential(nn.BatchNorm1d(3)).eval()) is None
+    without_running = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)).eval()
+    assert has_train_mode_batch_norm(without_running) == "0"
+
+
+def test_dropout_is_not_taken_for_coupling() -> None:
+    assert _check(Classifier(F.cross_entropy, nn.Dropout(0.5))).exact
+
+
+def test_a_loss_that_differs_when_repeated_cannot_be_compared() -> None:
+    verdict = _check(Classifier(lambda logits, y: F.cross_entropy(F.dropout(logits, 0.5), y)))
+    assert not verdict.exact
+    assert "not deterministic: cannot be compared. The same 4 samples gave" in verdict.reason
+    assert "allow_inexact_slicing=True" in verdict.reason
+
+
+def test_a_loss_that_is_not_finite_cannot_be_compared() -> None:
+    verdict = _check(Classifier(lambda logits, y: F.cross_entropy(logits, y) * float("nan")))
+    assert not verdict.exact
+    assert "not finite (undivided, repeated, slices: nan, nan, nan, nan)" in verdict.reason
+
+
+@pytest.mark.parametrize("output", [None, torch.ones(2)], ids=["none", "two numbers"])
+def test_a_step_without_one_loss_cannot_be_compared(output: Any) -> None:
+    verdict = _check(Classifier(lambda *_: output))
+    assert not verdict.exact
+    assert "returned no loss" in verdict.reason
+
+
+def test_outputs_that_cannot_be_joined_are_told_in_the_words_of_the_join() -> None:
+    def with_matrix(logits: torch.Tensor, y: torch.Tensor) -> Mapping[str, Any]:
+        return {"loss": F.cross_entropy(logits, y), "gram": logits.T @ logits}
+
+    verdict = _check(Classifier(with_matrix))
+    assert not verdict.exact
+    assert "gram" in verdict.reason
+
+
+def test_outputs_that_can_be_joined_are_fine() -> None:
+    def with_logits(logits: torch.Tensor, y: torch.Tensor) -> Mapping[str, Any]:
+        return {"loss": F.cross_entropy(logits, y), "logits": logits, "kind": "classifier"}
+
+    assert _check(Classifier(with_logits)).exact
+
+
+def test_a_batch_that_cannot_be_divided_is_told_in_its_own_words() -> None:
+    verdict = _check(Classifier(), {"x": torch.ones(6, 4), "y": torch.zeros(5)})
+    assert not verdict.exact
+    assert "6" in verdict.reason
+    assert "5" in verdict.reason
+
+
+def test_a_step_that_differentiates_inside_is_compared_with_gradients() -> None:
+    def penalised(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), logits, create_graph=True)
+        return slope.pow(2).sum(1).mean()
+
+    assert _check(Classifier(penalised)).exact
+
+
+def test_an_error_of_the_step_passes_through_and_everything_is_put_back() -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("inside")
+
+    module = Classifier(fail)
+    with pytest.raises(KeyError, match="inside"):
+        _check(module)
+    assert module.sizes == []
+    assert module.training
+    assert "log" not in vars(module)
+
+
+def test_nothing_of_the_run_is_changed() -> None:
+    def greedy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch.rand(1), np.random.rand(), random.random()
+        y.clamp_(min=0)
+        module.net[0].weight.data.mul_(1.0)
+        return F.cross_entropy(logits, y)
+
+    module = Classifier(greedy)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module.trainer = trainer
+    callbacks, batch = trainer.callbacks, _batch()
+    before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate(), module.net[0].weight.clone())
+    keys = list(vars(module))
+    assert _check(module, batch).exact
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+    assert torch.equal(module.net[0].weight, before[3])
+    assert list(vars(module)) == keys
+    assert (module.sizes, module.training, trainer.callbacks) == ([], True, callbacks)
+    assert all(torch.equal(batch[key], _batch()[key]) for key in batch)
