@@ -1,0 +1,76 @@
+"""Writes ``plan.yaml``: the plan, what a warm-up measured, and with which versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import uuid
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_memfit._version import __version__
+from lightning_memfit.plan import Measurement, Plan
+
+FILE_NAME = "plan.yaml"
+
+# The first that is installed counts: users have Lightning under one of two names.
+_LIGHTNING = ("lightning", "pytorch-lightning")
+
+
+def write_record(plan: Plan, measurement: Measurement | None, directory: str | Path) -> Path:
+    """Write ``plan.yaml`` into ``directory``, whole or not at all, and return its path.
+
+    The file holds the fields of :meth:`Plan.to_dict`, so that ``Plan.load`` reads it, and beside them ``measured``
+    (``null`` without a warm-up), ``versions`` and ``written_at`` (UTC, ISO 8601).
+
+    Args:
+        plan: the plan.
+        measurement: what its warm-up measured; ``None`` if none ran.
+        directory: made if it does not exist; a file of that name in it is replaced.
+
+    Raises:
+        OSError: if the directory cannot be written to; an earlier file is then untouched.
+    """
+    content = {
+        **plan.to_dict(),
+        "measured": None if measurement is None else _measured(measurement),
+        "versions": _versions(),
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    target = Path(directory) / FILE_NAME
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the replacement is a rename within one file system.
+    draft = target.with_name(f".{FILE_NAME}.{uuid.uuid4().hex}")
+    try:
+        draft.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+    return target
+
+
+def _measured(measurement: Measurement) -> dict[str, Any]:
+    return {**dataclasses.asdict(measurement), "measured_peak_bytes": measurement.measured_peak_bytes}
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning": _lightning_version(),
+        "lightning_memfit": __version__,
+    }
+
+
+def _lightning_version() -> str | None:
+    for distribution in _LIGHTNING:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,98 @@
+"""``plan.yaml``: whole or not at all, and readable as a plan."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_memfit._version import __version__
+from lightning_memfit.plan import Measurement, Plan
+from lightning_memfit.report.record import write_record
+
+
+def test_a_record_is_read_back_as_the_plan(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
+    path = write_record(plan, measurement, tmp_path / "run" / "1")
+    assert path == tmp_path / "run" / "1" / "plan.yaml"
+    assert Plan.load(path) == plan
+
+
+def test_a_record_holds_what_was_measured_as_plain_data(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
+    content = yaml.safe_load(write_record(plan, measurement, tmp_path).read_text())
+    measured = content["measured"]
+    assert measured["measured_peak_allocated_bytes"] == 561 * 1024**2
+    assert measured["measured_peak_bytes"] == 561 * 1024**2
+    assert measured["measured_step_seconds"] == 0.8124
+    assert measured["costliest_ops"][0] == {"name": "aten::addmm", "self_seconds": 0.61, "calls": 400}
+
+
+def test_a_record_without_a_warm_up_says_so(plan: Plan, tmp_path: Path) -> None:
+    path = write_record(plan, None, tmp_path)
+    assert yaml.safe_load(path.read_text())["measured"] is None
+    assert Plan.load(path) == plan
+
+
+def test_a_record_names_versions_and_time(plan: Plan, tmp_path: Path) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    content = yaml.safe_load(write_record(plan, None, tmp_path).read_text())
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["python"] == platform.python_version()
+    assert content["versions"]["lightning_memfit"] == __version__
+    assert set(content["versions"]) == {"python", "torch", "lightning", "lightning_memfit"}
+    written = datetime.fromisoformat(content["written_at"])
+    assert written.utcoffset() is not None
+    assert before <= written <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"lightning": "2.6.6", "pytorch-lightning": "2.5.0"}, "2.6.6"),
+        ({"pytorch-lightning": "2.5.0"}, "2.5.0"),
+        ({}, None),
+    ],
+)
+def test_lightning_is_found_under_either_name(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], expected: str | None
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert yaml.safe_load(write_record(plan, None, tmp_path).read_text())["versions"]["lightning"] == expected
+
+
+def test_an_earlier_record_is_replaced_and_nothing_is_left_beside_it(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("old")
+    path = write_record(plan, None, tmp_path)
+    assert Plan.load(path) == plan
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_earlier_record(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plan.yaml").write_text("old")
+
+    def full_disk(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_record(plan, None, tmp_path)
+    assert (tmp_path / "plan.yaml").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_writing_a_record_moves_no_random_numbers(plan: Plan, tmp_path: Path) -> None:
+    import random
+
+    python, on_torch = random.getstate(), torch.get_rng_state()
+    write_record(plan, None, tmp_path)
+    assert random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), on_torch)
