@@ -1,0 +1,39 @@
+"""MemFit: fits training into memory under a fixed effective batch, for PyTorch Lightning."""
+
+from lightning_memfit._version import __version__
+from lightning_memfit.errors import (
+    BatchArithmeticError,
+    BatchStructureError,
+    ConfigurationError,
+    MemFitError,
+    NoFeasiblePlanError,
+    TraceError,
+    UnsupportedError,
+)
+from lightning_memfit.forecasting import forecast, make_plan, trace_step
+from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.plan import Measurement, MemoryBreakdown, Plan
+from lightning_memfit.plugin import MemFit
+from lightning_memfit.trace.timeline import Timeline
+
+__all__ = [
+    "BatchArithmeticError",
+    "BatchStructureError",
+    "ConfigurationError",
+    "DeviceSpec",
+    "Measurement",
+    "MemFit",
+    "MemFitError",
+    "MemoryBreakdown",
+    "NoFeasiblePlanError",
+    "Plan",
+    "Timeline",
+    "TraceError",
+    "UnsupportedError",
+    "__version__",
+    "detect_device",
+    "forecast",
+    "make_plan",
+    "trace_step",
+]

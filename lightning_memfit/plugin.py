@@ -1,0 +1,316 @@
+"""MemFit, the plugin: hangs planning, applying, proving and undoing on Lightning's hooks.
+
+Adapter for Lightning's order of events in ``fit`` (2.5 to 2.6): ``Precision.convert_module`` runs after ``setup`` and
+before optimizers and loaders exist; ``on_sanity_check_start``, or ``on_train_start`` where no sanity check runs, is the
+first hook after everything is restored; ``Precision.teardown`` runs at the end of every fit, also after an exception.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import rich
+from lightning.pytorch.plugins.precision import Precision
+from rich.errors import LiveError
+from rich.markup import escape
+
+from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
+from lightning_memfit.apply.slicing import LossWeight, SplitBatch
+from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.fit_session import Announce, FitSession, default_cache_dir
+from lightning_memfit.plan import Measurement, Plan, PlanRequest
+from lightning_memfit.preconditions import check_settings, check_trainer, idle_reason
+from lightning_memfit.preparation import BatchFunctions
+from lightning_memfit.report.record import write_record
+from lightning_memfit.report.table import render_measurement, render_plan
+from lightning_memfit.units import parse_bytes
+
+OFF_VARIABLE = "MEMFIT"
+
+
+class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  # forwards to either package's plugin
+    """Fits training into memory under a fixed effective batch.
+
+    ``Trainer(plugins=[MemFit(effective_batch_size=256)])`` traces one training step without running it, searches
+    slicing, early zeroing of gradients and activation checkpointing for the plan that fits with the least harm, applies
+    it, proves it with profiled steps that leave no trace, and lets training go on. It stands in front of Lightning's
+    own precision plugin, whose checkpoints it reads and writes.
+
+    After planning ``plan`` holds what was chosen; after the warm-up ``measured`` holds what was measured.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MemFit:
+        """Make an instance that Trainers of ``lightning.pytorch`` and of ``pytorch_lightning`` both accept."""
+        instance: MemFit = super().__new__(_accepted_by_imported_trainers(cls))
+        return instance
+
+    def __init__(
+        self,
+        effective_batch_size: int | None = None,
+        *,
+        budget: int | str = "auto",
+        headroom: int | str = "auto",
+        precision: str = "auto",
+        activation_checkpointing: str | Sequence[str] = "auto",
+        optimizer_states: str = "auto",
+        offload: str = "never",
+        micro_batch_size: int | Literal["auto"] = "auto",
+        optimizer_implementation: str = "auto",
+        split_batch: SplitBatch | None = None,
+        loss_weight: LossWeight = "samples",
+        worst_batch: Any = None,
+        max_length: int | None = None,
+        allow_inexact_slicing: bool = False,
+        mode: str = "apply",
+        on_no_fit: str = "raise",
+        num_profiled_steps: int = 2,
+        planning_seconds: float | None = None,
+        plan: Any = None,
+        cache_dir: str | Path | None = "auto",
+        verbose: bool = True,
+    ) -> None:
+        """Check the settings; nothing is planned before ``fit``.
+
+        Args:
+            effective_batch_size: samples per optimizer step; left out, the run keeps what it does today.
+            budget: bytes of the torch allocator that training may use, as an int or as text such as ``"700MiB"``;
+                ``"auto"`` is what the device leaves.
+            headroom: bytes left free on purpose; ``"auto"`` is 5 % of the capacity, at least 256 MiB, and nothing
+                where the budget is given.
+            precision: ``"32-true"``, ``"bf16-mixed"``, or ``"auto"``, which means ``"32-true"`` in this release.
+            activation_checkpointing: ``"auto"``, ``"none"``, ``"blocks"`` (every repeated block), or patterns of
+                module names as in ``fnmatch``.
+            optimizer_states: ``"auto"`` or ``"as-configured"``; quantised states are not in this release.
+            offload: ``"never"``; offload is not in this release.
+            micro_batch_size: samples of the largest slice, or ``"auto"``.
+            optimizer_implementation: ``"auto"`` or ``"as-configured"``.
+            split_batch: function ``(batch, micro_batch_size) -> [(slice, samples), ...]`` for batches of a structure
+                of their own.
+            loss_weight: what the mean loss of a slice counts: ``"samples"``, ``"tokens"`` (labels other than -100), or
+                a function of the slice.
+            worst_batch: reserved.
+            max_length: reserved.
+            allow_inexact_slicing: slice also where the result differs from that of the undivided batch.
+            mode: ``"apply"``, ``"report"`` (plan and print, change nothing) or ``"off"``.
+            on_no_fit: ``"raise"``.
+            num_profiled_steps: optimizer steps of the memory warm-up, at least 2.
+            planning_seconds: reserved.
+            plan: reserved.
+            cache_dir: directory of what operator probing found; ``"auto"`` is the user's cache, ``None`` none.
+            verbose: print the report.
+
+        Raises:
+            ConfigurationError: for a value that cannot be used.
+            UnsupportedError: for a lever that is not in this release.
+        """
+        self.request = PlanRequest(
+            effective_batch_size=effective_batch_size,
+            budget=_bytes_or_auto(budget, "budget"),
+            headroom=None if headroom == "auto" else 0 if headroom == 0 else parse_bytes(headroom, setting="headroom"),
+            precision=None if precision == "auto" else precision,  # type: ignore[arg-type]  # checked by PlanRequest
+            activation_checkpointing=_names_or_word(activation_checkpointing),
+            optimizer_states=optimizer_states,  # type: ignore[arg-type]
+            offload=offload,  # type: ignore[arg-type]
+            micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
+            optimizer_implementation=optimizer_implementation,  # type: ignore[arg-type]
+            loss_weight=loss_weight if isinstance(loss_weight, str) else getattr(loss_weight, "__name__", "function"),
+            max_length=max_length,
+            allow_inexact_slicing=allow_inexact_slicing,
+            mode=mode,  # type: ignore[arg-type]
+            on_no_fit=on_no_fit,  # type: ignore[arg-type]
+            num_profiled_steps=num_profiled_steps,
+            planning_seconds=planning_seconds,
+        )
+        check_settings(
+            self.request, plan=plan, worst_batch=worst_batch, max_length=max_length, planning_seconds=planning_seconds
+        )
+        self.verbose = verbose
+        self.plan: Plan | None = None
+        self.measured: Measurement | None = None
+        self._functions = BatchFunctions(split_batch=split_batch, loss_weight=loss_weight)
+        self._cache_dir = default_cache_dir() if cache_dir == "auto" else None if cache_dir is None else Path(cache_dir)
+        self._session: FitSession | None = None
+        self._warm_up: Any = None
+        super().__init__(self._make_delegate("lightning.pytorch"))
+
+    def __repr__(self) -> str:
+        """The settings that differ from the defaults matter to a reader of Lightning's messages; precision always."""
+        return (
+            f"MemFit(effective_batch_size={self.request.effective_batch_size}, "
+            f"precision={self.request.precision or 'auto'!r})"
+        )
+
+    @property
+    def is_off(self) -> bool:
+        """Whether MemFit is a plain precision plugin: ``mode="off"``, or ``MEMFIT=off`` in the environment."""
+        return self.request.mode == "off" or os.environ.get(OFF_VARIABLE, "").lower() == "off"
+
+    def convert_module(self, module: Any) -> Any:
+        """Plan and apply, when fitting; the module is changed in place.
+
+        Raises:
+            NoFeasiblePlanError: if nothing fits.
+            ConfigurationError: if the request cannot be met.
+            UnsupportedError: if the run uses what this release does not drive.
+        """
+        trainer = getattr(module, "_trainer", None)
+        if trainer is not None:
+            self._use_namespace_of(trainer)
+        module = self.delegate.convert_module(module)
+        if trainer is None or self.is_off or not _is_fitting(trainer) or self._session is not None:
+            return module
+        check_trainer(trainer)
+        idle = idle_reason(trainer, module)
+        if idle is not None:
+            self._say(f"MemFit leaves this run alone: {idle}.")
+            return module
+        self._begin(trainer, module)
+        return module
+
+    def teardown(self) -> None:
+        """Take everything back at the end of a fit, also of one that failed."""
+        self._end()
+        super().teardown()
+
+    def _begin(self, trainer: Any, module: Any) -> None:
+        self.plan = self.measured = None
+        self._session = session = FitSession(trainer, module, self.request, self._functions, cache_dir=self._cache_dir)
+        try:
+            with self._status() as announce:
+                self.plan = session.make_plan(announce)
+            if self.request.mode == "report":
+                session.install_loader()
+            else:
+                session.apply()
+                self._warm_up = _warm_up_callback(trainer, self._prove)
+                trainer.callbacks = [self._warm_up, *trainer.callbacks]
+        except BaseException:
+            self._end()
+            raise
+        if self.verbose:
+            render_plan(self.plan)
+
+    def _prove(self, trainer: Any) -> None:
+        session = self._session
+        if session is None or self.measured is not None:
+            return
+        with self._status() as announce:
+            session.prove(self._report_replanned, announce)
+        self._remove_callback(trainer)
+        self.plan, self.measured = session.plan, session.measurement
+        assert self.plan is not None and self.measured is not None
+        if not trainer.fast_dev_run:
+            write_record(self.plan, self.measured, trainer.log_dir or trainer.default_root_dir)
+        if self.verbose:
+            render_measurement(self.plan, self.measured)
+
+    def _report_replanned(self, plan: Plan, measured: Measurement | None) -> None:
+        self.plan = plan
+        if self.verbose:
+            self._say("The warm-up needed more than predicted; planned again with that correction.")
+            render_plan(plan)
+
+    def _end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.undo()
+            self._remove_callback(session.trainer)
+
+    def _remove_callback(self, trainer: Any) -> None:
+        callback, self._warm_up = self._warm_up, None
+        if callback is not None:
+            # A new list: Lightning may be walking through the old one.
+            trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
+
+    def _use_namespace_of(self, trainer: Any) -> None:
+        namespace = _namespace_of(trainer)
+        if not type(self.delegate).__module__.startswith(namespace):
+            self.delegate = self._make_delegate(namespace)
+
+    def _make_delegate(self, namespace: str) -> Any:
+        return make_delegate(self.request.precision or "32-true", device_type="cpu", namespace=namespace)
+
+    @contextmanager
+    def _status(self) -> Iterator[Announce]:
+        """A line on the terminal that says what is being done; nothing where there is no terminal or no wish for it."""
+        console = rich.get_console()
+        if not (self.verbose and console.is_terminal):
+            yield lambda words: None
+            return
+        status = console.status("MemFit")
+        try:
+            status.start()
+        except LiveError:  # the user has a live display of their own
+            yield lambda words: None
+            return
+        try:
+            yield lambda words: status.update(f"MemFit: {escape(words)}")
+        finally:
+            status.stop()
+
+    def _say(self, text: str) -> None:
+        if self.verbose:
+            rich.print(escape(text))
+
+
+def _bytes_or_auto(value: int | str, setting: str) -> int | None:
+    return None if value == "auto" else parse_bytes(value, setting=setting)
+
+
+def _names_or_word(value: str | Sequence[str]) -> Any:
+    if isinstance(value, str):
+        return value
+    names = tuple(value)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(
+            f"activation_checkpointing={value!r} must be 'auto', 'none', 'blocks', or patterns of module names such as "
+            "['encoder.layers.*']."
+        )
+    return names
+
+
+def _is_fitting(trainer: Any) -> bool:
+    return getattr(trainer.state.fn, "value", None) == "fit"
+
+
+def _namespace_of(trainer: Any) -> str:
+    bases = [base.__module__ for base in type(trainer).__mro__ if base.__name__ == "Trainer"]
+    return "pytorch_lightning" if bases and bases[-1].startswith("pytorch_lightning") else "lightning.pytorch"
+
+
+@functools.cache
+def _with_both_bases(cls: Any) -> Any:
+    other = importlib.import_module("pytorch_lightning.plugins.precision").Precision
+    return type(cls.__name__, (cls, other), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _accepted_by_imported_trainers(cls: Any) -> Any:
+    """Lightning checks plugins by class, and ``import pytorch_lightning`` has classes of its own."""
+    imported = "pytorch_lightning" in sys.modules
+    has_it = any(base.__module__.startswith("pytorch_lightning.") for base in cls.__mro__)
+    return _with_both_bases(cls) if imported and not has_it else cls
+
+
+def _warm_up_callback(trainer: Any, prove: Callable[[Any], None]) -> Any:
+    """A callback of the Trainer's own package that runs ``prove`` at the first moment when everything is final."""
+    base: Any = importlib.import_module(_namespace_of(trainer)).Callback
+
+    class MemFitWarmUp(base):  # type: ignore[misc]  # the class is chosen at run time
+        """Runs MemFit's memory warm-up before the sanity check, or before training where none runs."""
+
+        def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+            """Prove the plan."""
+            prove(trainer)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            """Prove the plan, if no sanity check ran."""
+            prove(trainer)
+
+    return MemFitWarmUp()

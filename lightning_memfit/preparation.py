@@ -1,0 +1,257 @@
+"""What is looked at before a fit is planned: loader, batch, device, budget, and what may be sliced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs, split_by_sizes
+from lightning_memfit.apply.loader import TrainLoader
+from lightning_memfit.apply.micro_batches import unsliceable_reason
+from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
+from lightning_memfit.errors import BatchStructureError
+from lightning_memfit.forecasting import Forecaster, resident_bytes
+from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.plan import BatchSplit, Budget, PlanRequest
+from lightning_memfit.predict.budget import form_budget
+from lightning_memfit.search.batch_arithmetic import (
+    LoaderPlan,
+    last_window_is_short,
+    optimizer_steps_per_epoch,
+    resolve_loader,
+)
+from lightning_memfit.search.checkpointing import find_repeated_blocks, match_modules
+from lightning_memfit.search.levers import SearchSpace, search_space
+from lightning_memfit.trace.op_probe import OperatorProber
+from lightning_memfit.trace.training_step import program_of
+from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
+
+_UNLIMITED = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFunctions:
+    """The user's functions for batches, which a plan cannot carry as data."""
+
+    split_batch: SplitBatch | None
+    """Divides batches of a structure of their own."""
+    loss_weight: LossWeight
+    """What a slice's mean loss counts."""
+
+    def divide(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """The slices of ``batch``, of these numbers of samples."""
+        if self.split_batch is None:
+            return split_by_sizes(batch, sizes)
+        return [part for part, _ in self.split_batch(batch, max(sizes))]
+
+    def samples_of(self, batch: Any) -> int:
+        """Samples in ``batch``.
+
+        Raises:
+            BatchStructureError: if nothing tells.
+        """
+        if self.split_batch is None:
+            return batch_size_of(batch)
+        return sum(samples for _, samples in self.split_batch(batch, _UNLIMITED))
+
+    def weight_of(self, batch: Any) -> float:
+        """What the mean loss of ``batch`` counts."""
+        return weight_of(batch, self.samples_of(batch), self.loss_weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Everything that planning a fit needs to know."""
+
+    request: PlanRequest
+    """What the user asked for."""
+    functions: BatchFunctions
+    """The user's functions."""
+    module: Any
+    """The LightningModule."""
+    trainer: Any
+    """The Trainer."""
+    loader: TrainLoader
+    """The train loader, asked for once."""
+    loader_plan: LoaderPlan
+    """Batch size and accumulation that form the effective batch."""
+    batch: Any
+    """The first batch, of the planned size."""
+    device: DeviceSpec
+    """Where the fit runs."""
+    budget: Budget
+    """What it may use."""
+    forecaster: Forecaster
+    """Says what a candidate needs."""
+    resident_batches: int
+    """Batches alive at the same time."""
+    notes: tuple[str, ...] = field(default=())
+    """What the user should know about loader and accumulation."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Lightning batches per epoch under the plan; ``None`` if unknown."""
+        return _num_batches(self.loader, self.loader_plan)
+
+    def space(self, slicing_obstacle: str | None) -> SearchSpace:
+        """What may be chosen, given why the batch may not be sliced (``None``: it may).
+
+        Raises:
+            ConfigurationError: if a pinned lever cannot be had.
+        """
+        patterns = self.request.activation_checkpointing
+        samples = self.loader_plan.loader_batch_size
+        whole = BatchSplit(
+            effective_batch_size=self.loader_plan.effective_batch_size,
+            loader_batch_size=samples,
+            accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
+            slice_sizes=(samples,),
+        )
+        return search_space(
+            self.request,
+            whole,
+            blocks=find_repeated_blocks(self.module),
+            matched=match_modules(self.module, patterns) if isinstance(patterns, tuple) else (),
+            slicing_reason=slicing_obstacle,
+        )
+
+    def slicing_obstacle(self) -> str | None:
+        """Why batches may not be divided, as far as can be seen without running anything."""
+        reason = unsliceable_reason(self.trainer, self.module)
+        if reason is None and not self.request.allow_inexact_slicing:
+            batch_norm = has_train_mode_batch_norm(self.module)
+            if batch_norm is not None:
+                reason = f"{batch_norm} normalises over the batch in train mode, so that slices would change the result"
+        if reason is None:
+            reason = self._structure_obstacle()
+        return None if reason is None else f"not sliced: {reason}"
+
+    def compare_slices(self) -> str | None:
+        """Why slices of the real batch differ from the whole; ``None`` if they do not."""
+        try:
+            verdict = check_splittable(
+                module=self.module,
+                batch=self.batch,
+                split_by_sizes=self.functions.divide,
+                training_step=program_of(self.module).compute_loss,
+                weights=self.functions.weight_of,
+                join=join_outputs,
+                batch_size=self.functions.samples_of(self.batch),
+            )
+        except Exception as error:
+            # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
+            words = (str(error).strip().splitlines() or [""])[0][:200]
+            return f"not sliced: the comparison of slices raised {type(error).__name__}: {words}"
+        return None if verdict.exact else f"not sliced: {verdict.reason}"
+
+    def _structure_obstacle(self) -> str | None:
+        try:
+            samples = self.functions.samples_of(self.batch)
+        except BatchStructureError as error:
+            return str(error)
+        return None if samples > 1 else "the batch is a single sample"
+
+
+def prepare(
+    trainer: Any,
+    module: Any,
+    request: PlanRequest,
+    functions: BatchFunctions,
+    loader: TrainLoader,
+    prober: OperatorProber,
+) -> Preparation:
+    """Look at everything; change nothing, random states included.
+
+    Raises:
+        ConfigurationError: if the effective batch cannot be formed, or there is nothing to train on.
+        NoFeasiblePlanError: if the device leaves nothing.
+    """
+    batch = loader.peek()
+    declared = loader.batch_size
+    loader_plan = resolve_loader(
+        effective_batch_size=request.effective_batch_size,
+        ranks=1,
+        loader_batch_size=declared if declared is not None else functions.samples_of(batch),
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        can_rebuild=loader.can_rebuild,
+        has_batch_norm=has_train_mode_batch_norm(module) is not None,
+        allow_inexact_slicing=request.allow_inexact_slicing,
+        rebuild_obstacle=loader.rebuild_obstacle,
+    )
+    if loader_plan.rebuilt:
+        batch = _first_samples(batch, loader_plan.loader_batch_size, functions)
+    # Lightning fetches one batch ahead where it cannot know which one is the last.
+    resident_batches = 1 if loader.num_batches is not None else 2
+    device = detect_device("local")
+    return Preparation(
+        request=request,
+        functions=functions,
+        module=module,
+        trainer=trainer,
+        loader=loader,
+        loader_plan=loader_plan,
+        batch=batch,
+        device=device,
+        budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch)),
+        forecaster=_forecaster(trainer, module, batch, functions, prober, resident_batches),
+        resident_batches=resident_batches,
+        notes=_notes(trainer, loader, loader_plan),
+    )
+
+
+def _forecaster(
+    trainer: Any, module: Any, batch: Any, functions: BatchFunctions, prober: OperatorProber, resident_batches: int
+) -> Forecaster:
+    def clip(optimizer: Any) -> None:
+        module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
+
+    program = program_of(module, step_context=trainer.precision_plugin.train_step_context, clip_gradients=clip)
+    return Forecaster(program, batch, prober=prober, divide=functions.divide, resident_batches=resident_batches)
+
+
+def _first_samples(batch: Any, samples: int, functions: BatchFunctions) -> Any:
+    """The first samples of the peeked batch: the rebuilt loader draws from the same sampler."""
+    present = functions.samples_of(batch)
+    return batch if present <= samples else functions.divide(batch, (samples, present - samples))[0]
+
+
+def _num_batches(loader: TrainLoader, loader_plan: LoaderPlan) -> int | None:
+    return loader.num_batches_at(loader_plan.loader_batch_size if loader_plan.rebuilt else None)
+
+
+def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
+    notes = [loader_plan.reason]
+    batches, accumulate = _num_batches(loader, loader_plan), loader_plan.accumulate_grad_batches
+    before = optimizer_steps_per_epoch(loader.num_batches, trainer.accumulate_grad_batches)
+    after = optimizer_steps_per_epoch(batches, accumulate)
+    if before != after:
+        notes.append(f"optimizer steps per epoch: {after} instead of {before}; learning rates are not changed")
+    if last_window_is_short(batches, accumulate):
+        notes.append(
+            "the last optimizer step of an epoch has fewer batches: it takes the exact mean over its own samples, "
+            "where Lightning alone would scale it down"
+        )
+    return tuple(notes)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give the global random generators of torch (host), NumPy and Python their states back at the end."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
