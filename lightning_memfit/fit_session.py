@@ -223,7 +223,12 @@ class FitSession:
         forecast, peak = smallest
         budget = self._prepared.budget
         message = no_fit_message(
-            budget=budget, best=forecast, measured_peak_bytes=peak, passed_over=self._tried, request=self._request
+            budget=budget,
+            best=forecast,
+            measured_peak_bytes=peak,
+            passed_over=self._tried,
+            request=self._request,
+            slicing_reason=None if self._space is None else self._space.slicing_reason,
         )
         return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=peak)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes
-from lightning_memfit.errors import ConfigurationError, TraceError
+from lightning_memfit.errors import ConfigurationError, MemFitError, TraceError
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.plan import (
     BatchSplit,
@@ -88,6 +88,8 @@ class Forecaster:
             try:
                 return self._traced(candidate)
             except TraceError as error:
+                if isinstance(error.__cause__, MemFitError):  # what the user set, not what cannot be traced
+                    raise error.__cause__ from None
                 self.untraceable = str(error)
         return self._extrapolated(candidate)
 
@@ -135,10 +137,7 @@ class Forecaster:
     def _extrapolated(self, candidate: Candidate) -> Forecast:
         key = (candidate.checkpointed_modules, candidate.zero_gradients_early)
         if key not in self._lines:
-            with checkpointed(self._program.module, candidate.checkpointed_modules):
-                self._lines[key] = measure_small_steps(
-                    self._program, self._batch, self._divide, zero_gradients_early=candidate.zero_gradients_early
-                )
+            self._lines[key] = self._measured(candidate)
         line = self._lines[key]
         return Forecast(
             candidate=candidate,
@@ -150,6 +149,19 @@ class Forecaster:
                 f"{line.sizes[0]} and {line.sizes[1]} samples, and the warm-up will tell",
             ),
         )
+
+    def _measured(self, candidate: Candidate) -> PeakLine:
+        try:
+            with checkpointed(self._program.module, candidate.checkpointed_modules):
+                return measure_small_steps(
+                    self._program, self._batch, self._divide, zero_gradients_early=candidate.zero_gradients_early
+                )
+        except TraceError as error:
+            raise TraceError(
+                f"The step could not be traced ({self.untraceable}), and small real steps could not be measured "
+                f"instead: {error}. Use a real module and a batch of at least two samples, or a step that needs no "
+                "values."
+            ) from error
 
 
 @contextmanager

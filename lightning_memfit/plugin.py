@@ -11,13 +11,14 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import rich
 from lightning.pytorch.plugins.precision import Precision
+from rich.console import Console
 from rich.errors import LiveError
 from rich.markup import escape
 
@@ -26,7 +27,7 @@ from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.fit_session import Announce, FitSession, default_cache_dir
 from lightning_memfit.plan import Measurement, Plan, PlanRequest
-from lightning_memfit.preconditions import check_settings, check_trainer, idle_reason
+from lightning_memfit.preconditions import check_batch_functions, check_settings, check_trainer, idle_reason
 from lightning_memfit.preparation import BatchFunctions
 from lightning_memfit.report.record import write_record
 from lightning_memfit.report.table import render_measurement, render_plan
@@ -131,11 +132,12 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         check_settings(
             self.request, plan=plan, worst_batch=worst_batch, max_length=max_length, planning_seconds=planning_seconds
         )
+        check_batch_functions(split_batch=split_batch, loss_weight=loss_weight)
         self.verbose = verbose
         self.plan: Plan | None = None
         self.measured: Measurement | None = None
         self._functions = BatchFunctions(split_batch=split_batch, loss_weight=loss_weight)
-        self._cache_dir = default_cache_dir() if cache_dir == "auto" else None if cache_dir is None else Path(cache_dir)
+        self._cache_dir = _cache_directory(cache_dir)
         self._session: FitSession | None = None
         self._warm_up: Any = None
         super().__init__(self._make_delegate("lightning.pytorch"))
@@ -187,6 +189,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
                 self.plan = session.make_plan(announce)
             if self.request.mode == "report":
                 session.install_loader()
+                self._record(trainer)
             else:
                 session.apply()
                 self._warm_up = _warm_up_callback(trainer, self._prove)
@@ -206,10 +209,13 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._remove_callback(trainer)
         self.plan, self.measured = session.plan, session.measurement
         assert self.plan is not None and self.measured is not None
-        if not trainer.fast_dev_run:
-            write_record(self.plan, self.measured, trainer.log_dir or trainer.default_root_dir)
+        self._record(trainer)
         if self.verbose:
             render_measurement(self.plan, self.measured)
+
+    def _record(self, trainer: Any) -> None:
+        if self.plan is not None and not trainer.fast_dev_run:  # which writes no files
+            write_record(self.plan, self.measured, trainer.log_dir or trainer.default_root_dir)
 
     def _report_replanned(self, plan: Plan, measured: Measurement | None) -> None:
         self.plan = plan
@@ -240,7 +246,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     @contextmanager
     def _status(self) -> Iterator[Announce]:
         """A line on the terminal that says what is being done; nothing where there is no terminal or no wish for it."""
-        console = rich.get_console()
+        console = Console(file=sys.stdout)  # the file is fixed here: a trace takes sys.stdout away for a while
         if not (self.verbose and console.is_terminal):
             yield lambda words: None
             return
@@ -264,10 +270,18 @@ def _bytes_or_auto(value: int | str, setting: str) -> int | None:
     return None if value == "auto" else parse_bytes(value, setting=setting)
 
 
+def _cache_directory(value: str | Path | None) -> Path | None:
+    if value is None or value == "auto":
+        return None if value is None else default_cache_dir()
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigurationError(f"cache_dir={value!r} is no directory. Pass a path, 'auto', or None for no cache.")
+    return Path(value)
+
+
 def _names_or_word(value: str | Sequence[str]) -> Any:
     if isinstance(value, str):
         return value
-    names = tuple(value)
+    names = tuple(value) if isinstance(value, Iterable) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(
             f"activation_checkpointing={value!r} must be 'auto', 'none', 'blocks', or patterns of module names such as "

@@ -5,11 +5,20 @@ Adapter for Lightning's public Trainer attributes only: ``strategy``, ``num_devi
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import PlanRequest
 
+_WORKING_VALUES = {
+    "optimizer_states": ("auto", "as-configured"),
+    "optimizer_implementation": ("auto", "as-configured"),
+    "offload": ("never",),
+    "on_no_fit": ("raise",),
+    "precision": ("32-true", "bf16-mixed"),
+}
 _WAY_OUT = "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
 
 
@@ -23,25 +32,40 @@ def check_settings(request: PlanRequest, **reserved: Any) -> None:
     Raises:
         UnsupportedError: naming the setting, its value and what works.
     """
-    given = {name: value for name, value in reserved.items() if value is not None}
-    for name, value in (
-        *given.items(),
-        *_not_in(request, "optimizer_states", ("auto", "as-configured")),
-        *_not_in(request, "optimizer_implementation", ("auto", "as-configured")),
-        *_not_in(request, "offload", ("never",)),
-        *_not_in(request, "on_no_fit", ("raise",)),
-        *_not_in(request, "precision", (None, "32-true", "bf16-mixed")),
-    ):
-        raise UnsupportedError(
-            f"MemFit({name}={value!r}) is not supported in this release. Its levers are slicing, zeroing gradients "
-            "early, and activation_checkpointing, with precision '32-true' or 'bf16-mixed', and on_no_fit='raise'. "
-            f"Leave {name} out."
+    for name, value in reserved.items():
+        if value is not None:
+            raise _not_in_this_release(name, value, ())
+    for name, works in _WORKING_VALUES.items():
+        value = getattr(request, name)
+        if value is not None and value not in works:
+            raise _not_in_this_release(name, value, works)
+
+
+def _not_in_this_release(name: str, value: Any, works: Sequence[str]) -> UnsupportedError:
+    instead = f"Leave {name} out" + (f", or use {' or '.join(map(repr, works))}" if works else "")
+    return UnsupportedError(
+        f"MemFit({name}={reprlib.repr(value)}) is not supported in this release. {instead}. To need less memory, this "
+        "release divides batches into slices (micro_batch_size=), recomputes activations (activation_checkpointing=), "
+        "zeroes gradients early, and computes in precision='bf16-mixed'."
+    )
+
+
+def check_batch_functions(*, split_batch: object, loss_weight: object) -> None:
+    """Refuse what cannot be called, when it is given and not when the first batch comes.
+
+    Raises:
+        ConfigurationError: naming the setting, its value and what works.
+    """
+    if split_batch is not None and not callable(split_batch):
+        raise ConfigurationError(
+            f"split_batch={reprlib.repr(split_batch)} cannot be called. Pass a function (batch, micro_batch_size) -> "
+            "pairs of (slice, number of samples), or leave it out."
         )
-
-
-def _not_in(request: PlanRequest, name: str, works: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    value = getattr(request, name)
-    return [] if value in works else [(name, value)]
+    if not callable(loss_weight) and loss_weight not in ("samples", "tokens"):
+        raise ConfigurationError(
+            f"loss_weight={reprlib.repr(loss_weight)} is not known. Choose 'samples', 'tokens', or a function of a "
+            "slice that returns what its mean loss counts."
+        )
 
 
 def check_trainer(trainer: Any) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs, split_by_sizes
 from lightning_memfit.apply.loader import TrainLoader
 from lightning_memfit.apply.micro_batches import unsliceable_reason
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
-from lightning_memfit.errors import BatchStructureError
+from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.forecasting import Forecaster, resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
@@ -30,7 +31,7 @@ from lightning_memfit.search.batch_arithmetic import (
 from lightning_memfit.search.checkpointing import find_repeated_blocks, match_modules
 from lightning_memfit.search.levers import SearchSpace, search_space
 from lightning_memfit.trace.op_probe import OperatorProber
-from lightning_memfit.trace.training_step import program_of
+from lightning_memfit.trace.training_step import optimizers_of, program_of
 from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
 
 _UNLIMITED = 2**31
@@ -128,7 +129,10 @@ class Preparation:
         if reason is None and not self.request.allow_inexact_slicing:
             batch_norm = has_train_mode_batch_norm(self.module)
             if batch_norm is not None:
-                reason = f"{batch_norm} normalises over the batch in train mode, so that slices would change the result"
+                reason = (
+                    f"{batch_norm} normalises over the batch in train mode, so that slices would change the result. "
+                    "allow_inexact_slicing=True slices it all the same."
+                )
         if reason is None:
             reason = self._structure_obstacle()
         return None if reason is None else f"not sliced: {reason}"
@@ -185,6 +189,8 @@ def prepare(
         allow_inexact_slicing=request.allow_inexact_slicing,
         rebuild_obstacle=loader.rebuild_obstacle,
     )
+    if callable(functions.loss_weight) or functions.loss_weight != "samples":
+        weight_of(batch, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
     if loader_plan.rebuilt:
         batch = _first_samples(batch, loader_plan.loader_batch_size, functions)
     # Lightning fetches one batch ahead where it cannot know which one is the last.
@@ -217,7 +223,35 @@ def _forecaster(
         )
 
     program = program_of(module, step_context=trainer.precision_plugin.train_step_context, clip_gradients=clip)
+    program = replace(program, make_optimizer=lambda: _the_optimizer(module))
     return Forecaster(program, batch, prober=prober, divide=functions.divide, resident_batches=resident_batches)
+
+
+def _the_optimizer(module: Any) -> Optimizer:
+    """The one optimizer that automatic optimization steps.
+
+    Raises:
+        ConfigurationError: if there is none, or more than one.
+    """
+    configured, name = module.configure_optimizers(), f"{type(module).__qualname__}.configure_optimizers()"
+    try:
+        found = optimizers_of(configured)
+    except TraceError as error:
+        raise ConfigurationError(
+            f"{name} returned a {type(configured).__name__}, which holds no optimizer. Return one, such as "
+            "torch.optim.AdamW(self.parameters())."
+        ) from error
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigurationError(
+            f"{name} returned no optimizer, so that there is no optimizer step to plan. Return one, such as "
+            "torch.optim.AdamW(self.parameters()), or set MEMFIT=off in the environment to run without."
+        )
+    raise ConfigurationError(
+        f"{name} returned {len(found)} optimizers; automatic optimization steps 1. Return one, or set "
+        "self.automatic_optimization = False and step them in training_step: MemFit leaves such a run alone."
+    )
 
 
 def _first_samples(batch: Any, samples: int, functions: BatchFunctions) -> Any:
@@ -231,12 +265,17 @@ def _num_batches(loader: TrainLoader, loader_plan: LoaderPlan) -> int | None:
 
 
 def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
-    notes = [loader_plan.reason]
+    notes = [loader_plan.reason] if loader_plan.rebuilt else []
     batches, accumulate = _num_batches(loader, loader_plan), loader_plan.accumulate_grad_batches
     before = optimizer_steps_per_epoch(loader.num_batches, trainer.accumulate_grad_batches)
     after = optimizer_steps_per_epoch(batches, accumulate)
     if before != after:
         notes.append(f"optimizer steps per epoch: {after} instead of {before}; learning rates are not changed")
+    if batches is None:
+        notes.append(
+            "the train loader has no length: optimizer steps per epoch are not known, and Lightning fetches one batch "
+            "ahead, so that two are counted as inputs"
+        )
     if last_window_is_short(batches, accumulate):
         notes.append(
             "the last optimizer step of an epoch has fewer batches: it takes the exact mean over its own samples, "

@@ -69,7 +69,7 @@ class _Replay:
         probe = None if operation.signature is None else self._probes.get(operation.signature)
         before = self._live
         for output in operation.outputs:
-            real = None if probe is None else probe.output_bytes.get(output.index)
+            real = None if probe is None else probe.output_bytes.get(output.position)
             self._add(output.storage, output.allocated_bytes if real is None else real)
         highest = self._live if probe is None else max(self._live, before + probe.peak_bytes)
         self._by_phase[operation.phase] = max(self._by_phase.get(operation.phase, 0), highest)

@@ -21,6 +21,7 @@ def no_fit_message(
     measured_peak_bytes: int | None,
     passed_over: Sequence[PassedOver],
     request: PlanRequest,
+    slicing_reason: str | None = None,
 ) -> str:
     """Say that nothing fits: the budget, by how much the smallest plan misses it, what was tried, what would help.
 
@@ -30,6 +31,7 @@ def no_fit_message(
         measured_peak_bytes: its measured peak, allocated bytes; ``None`` if it was never run.
         passed_over: the other candidates.
         request: what the user asked for; levers that it rules out are named.
+        slicing_reason: why the batch may not be sliced further, in words that end with a way out if there is one.
 
     Returns:
         Plain text of several lines, without markup.
@@ -48,7 +50,7 @@ def no_fit_message(
         *(f"  - {line}" for line in _tried_lines(tried, request)),
         *_ruled_out_lines(passed_over),
         "What would help:",
-        *(f"  - {line}" for line in _ways_out(budget, best, peak, request)),
+        *(f"  - {line}" for line in _ways_out(budget, best, peak, request, slicing_reason)),
     ]
     return "\n".join(lines)
 
@@ -122,7 +124,9 @@ def _ruled_out_lines(passed_over: Sequence[PassedOver]) -> Iterator[str]:
         yield f"  - and {len(reasons) - _SHOWN_REASONS} more reasons"
 
 
-def _ways_out(budget: Budget, best: Forecast, peak: int, request: PlanRequest) -> Iterator[str]:
+def _ways_out(
+    budget: Budget, best: Forecast, peak: int, request: PlanRequest, slicing_reason: str | None
+) -> Iterator[str]:
     yield _larger_budget(budget, peak, request)
     sizes, temporaries = best.memory.by_category, best.memory.by_category.get("temporaries", 0)
     if best.memory.peak_phase == "optimizer_step":
@@ -132,7 +136,7 @@ def _ways_out(budget: Budget, best: Forecast, peak: int, request: PlanRequest) -
                 f"{format_bytes(temporaries)} of the peak"
             )
     elif _floor_bytes(best) <= budget.budget_bytes:
-        yield from _unused_levers(best, request)
+        yield from _unused_levers(best, request, slicing_reason)
         of_samples = sum(sizes.get(name, 0) for name in ("activations", "temporaries", "inputs"))
         yield (
             f"shorter sequences or smaller inputs: activations, temporaries and inputs hold {format_bytes(of_samples)} "
@@ -157,13 +161,15 @@ def _larger_budget(budget: Budget, peak: int, request: PlanRequest) -> str:
     return f"a device or a memory limit that leaves {format_bytes(peak)} to torch: {on_device}"
 
 
-def _unused_levers(best: Forecast, request: PlanRequest) -> Iterator[str]:
+def _unused_levers(best: Forecast, request: PlanRequest, slicing_reason: str | None) -> Iterator[str]:
     activations = format_bytes(best.memory.by_category.get("activations", 0))
     largest = best.candidate.split.micro_batch_size
     if request.activation_checkpointing == "none":
         yield f'activation_checkpointing="auto" (you set "none"): activations hold {activations} of the peak'
     if largest > 1 and request.micro_batch_size is not None:
         yield f'micro_batch_size="auto" (you set {request.micro_batch_size}): smaller slices need less'
+    elif largest > 1 and slicing_reason is not None:
+        yield f"smaller slices need less, but the batch is {slicing_reason.rstrip('.')}"
     elif largest > 1 and not request.allow_inexact_slicing:
         yield (
             f"allow_inexact_slicing=True: slices stop at {largest} samples; smaller ones need less, but the result "

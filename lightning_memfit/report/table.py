@@ -208,18 +208,14 @@ def best_passed_over(passed_over: Sequence[PassedOver], budget_bytes: int) -> li
 def _comparison(plan: Plan, measurement: Measurement) -> Table:
     memory, correction = plan.forecast.memory, plan.forecast.correction_bytes
     table = _table("statistic", "predicted", "measured", "difference", "")
-    peak = measurement.measured_peak_bytes
-    raw = "allocated peak" if not correction else "allocated peak, raw"
-    table.add_row(raw, *_against(memory.peak_allocated_bytes, peak))
+    training = measurement.measured_peak_allocated_bytes
+    raw = "allocated peak, training" + (", raw" if correction else "")
+    table.add_row(raw, *_against(memory.peak_allocated_bytes, training))
     if correction:
-        row = _against(plan.forecast.predicted_peak_bytes, peak)
-        table.add_row("allocated peak, corrected", *row)
+        table.add_row("allocated peak, training, corrected", *_against(plan.forecast.predicted_peak_bytes, training))
     evaluation = measurement.measured_evaluation_peak_bytes
     if evaluation is not None:
-        steps = [size for phase, size in memory.by_phase.items() if phase != "evaluation"]
-        training = measurement.measured_peak_allocated_bytes
-        table.add_row("  training step, raw", *_against(max(steps, default=None), training))
-        table.add_row("  evaluation step, raw", *_against(memory.by_phase.get("evaluation"), evaluation))
+        table.add_row("allocated peak, evaluation", *_against(memory.by_phase.get("evaluation"), evaluation))
     rss = measurement.measured_peak_rss_bytes
     if rss is not None:
         table.add_row("process RSS peak", *_against(None, rss))
@@ -230,7 +226,7 @@ def _against(predicted: int | None, measured: int) -> tuple[str, str, str, str]:
     if predicted is None:
         return "-", format_bytes(measured), "", ""
     difference = predicted - measured
-    percent = f"{100 * difference / measured:+.2f} %" if measured else ""
+    percent = f"{100 * difference / measured:+.2f} %".replace("-0.00", "0.00").replace("+0.00", "0.00") if measured else ""
     return format_bytes(predicted), format_bytes(measured), _signed_bytes(difference), percent
 
 

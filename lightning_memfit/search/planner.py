@@ -17,6 +17,8 @@ from lightning_memfit.units import format_bytes
 
 Evaluate = Callable[[Candidate], Forecast]
 
+_INTERPOLATED_STEPS = 2
+
 
 def search_plan(
     request: PlanRequest,
@@ -56,7 +58,12 @@ def search_plan(
         best = min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes)
         others = tuple(_too_large(f, budget) for f in forecasts if f is not best)
         message = no_fit_message(
-            budget=budget, best=best, measured_peak_bytes=None, passed_over=others, request=request
+            budget=budget,
+            best=best,
+            measured_peak_bytes=None,
+            passed_over=others,
+            request=request,
+            slicing_reason=space.slicing_reason,
         )
         raise NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
     passed = [
@@ -106,8 +113,12 @@ class _Search:
         best = self.best_at(option, counts[enough])
         if not self.fits(best):
             return None
+        steps = 0
         while enough - too_few > 1:
-            middle = self._between(counts, too_few, enough, over, best)
+            steps += 1
+            middle = (too_few + enough) // 2
+            if steps <= _INTERPOLATED_STEPS:
+                middle = self._between(counts, too_few, enough, over, best)
             forecast = self.best_at(option, counts[middle])
             if self.fits(forecast):
                 enough, best = middle, forecast
@@ -120,6 +131,7 @@ class _Search:
 
         The peak is the largest of several straight lines in the slice's size, hence convex: the line through two known
         points lies above it and the guess mostly fits, so that the one just before it is what remains to be tried.
+        Where it is not convex after all, halving takes over and bounds the number of forecasts.
         """
         high, low = over.candidate.split.micro_batch_size, best.candidate.split.micro_batch_size
         rise = over.predicted_peak_bytes - best.predicted_peak_bytes

@@ -1,9 +1,9 @@
 """What makes a fake run on the CPU behave like a real one: branches taken, and memory formats of results.
 
 Adapter for names that are patched for the duration of a trace: ``torch.get_rng_state`` and ``torch.set_rng_state``
-(activation checkpointing keeps a generator state per call, a tensor that only real runs would allocate), torch's list of
-types for which gradient clipping takes its multi-tensor path, and transformers' test for fake tensors (with which its
-models take another branch than in training).
+(activation checkpointing keeps a generator state per call, a tensor that only real runs would allocate), torch's list
+of types for which gradient clipping takes its multi-tensor path, and transformers' test for fake tensors (with which
+its models take another branch than in training).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils import _foreach_utils
 
 _aten = torch.ops.aten
 
-# Operators whose outputs are contiguous on a CPU where the fake run keeps the strides of an input, or whose outputs have
-# the memory format of the input named. It decides whether operators that follow make a contiguous copy.
+# Operators whose outputs are contiguous on a CPU where the fake run keeps the strides of an input, or whose outputs
+# have the memory format of the input named. It decides whether operators that follow make a contiguous copy.
 # Measured: each called with transposed and channels-last inputs, torch 2.13, CPU.
 _FORMAT_OF_INPUT: Mapping[Any, int | None] = {
     _aten.glu_backward.default: None,

@@ -49,6 +49,10 @@ class FakeTensors:
             self._originals.append(tensor)  # keeps the id taken
         return fake
 
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every original with its fake."""
+        return [(original, self._fakes[id(original)]) for original in self._originals]
+
     def of_batch(self, batch: Any) -> Any:
         """The same nested structure with a fake for every tensor."""
         return tree_map_only(torch.Tensor, self.of, batch)
@@ -77,11 +81,11 @@ class FakeTensors:
 @contextmanager
 def faked(module: nn.Module, fakes: FakeTensors) -> Iterator[None]:
     """Put fakes in place of the module's parameters and buffers; ties stay ties; everything is put back at the end."""
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    saved: list[tuple[Any, dict[str, Any]]] = []
     flat_weights: list[tuple[nn.RNNBase, list[Any]]] = []
     try:
         for part in module.modules():
-            for tensors in (part._parameters, part._buffers):
+            for tensors in (vars(part)["_parameters"], vars(part)["_buffers"]):
                 if tensors:
                     saved.append((tensors, dict(tensors)))
                     for name, tensor in tensors.items():

@@ -162,7 +162,7 @@ class OperatorProber:
         assert process.stdout is not None
         if getattr(process, "memfit_ready", False):
             return True
-        ready = op_probe_worker.read_message(process.stdout) == "ready"
+        ready: bool = op_probe_worker.read_message(process.stdout) == "ready"
         process.memfit_ready = ready  # type: ignore[attr-defined]
         return ready
 
@@ -218,7 +218,7 @@ def _environment_key() -> str:
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
-        str(torch.backends.mkldnn.is_available()),
+        str(torch._C._has_mkldnn),
     )
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
@@ -236,9 +236,18 @@ def _read_cache(path: Path | None) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):  # ValueError: neither UTF-8 nor JSON
         return {}  # a damaged cache costs a second of probing, nothing else
-    return data if isinstance(data, dict) else {}
+    return {key: found for key, found in data.items() if _is_answer(found)} if isinstance(data, dict) else {}
+
+
+def _is_answer(found: Any) -> bool:
+    return (
+        isinstance(found, list)
+        and len(found) == 3
+        and isinstance(found[0], int)
+        and all(isinstance(part, dict) for part in found[1:])
+    )
 
 
 def _write_cache(path: Path, fresh: Mapping[str, Any]) -> None:

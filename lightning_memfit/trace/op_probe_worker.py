@@ -4,7 +4,7 @@ Started as a script by ``op_probe.py``, so that an operator that crashes on stan
 Each message on standard input is a pickled list of ``(number, op, args, kwargs)``; each answer on standard output is a
 pickled dict of number to :class:`Answer` as a tuple, or to a text that says why it failed.
 
-Adapter for private names of torch: the profiler's ``_prepare_profiler``, ``_enable_profiler`` and ``_disable_profiler``.
+Adapter for private names of torch: the profiler's ``_prepare_profiler``, ``_enable_profiler``, ``_disable_profiler``.
 """
 
 from __future__ import annotations
@@ -14,18 +14,12 @@ import os
 import pickle
 import struct
 import sys
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    _disable_profiler,
-    _enable_profiler,
-    _prepare_profiler,
-)
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 _MARK = "memfit_probe_"
 Shape = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -171,7 +165,7 @@ def _peaks(events: Any) -> dict[int, int]:
     return peaks
 
 
-def read_message(stream: BinaryIO) -> Any:
+def read_message(stream: IO[bytes]) -> Any:
     """Read one length-prefixed pickled message; ``None`` at the end of the stream."""
     header = stream.read(8)
     if len(header) < 8:
@@ -179,7 +173,7 @@ def read_message(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", header)[0]))
 
 
-def write_message(stream: BinaryIO, message: Any) -> None:
+def write_message(stream: IO[bytes], message: Any) -> None:
     """Write one length-prefixed pickled message."""
     data = pickle.dumps(message)
     stream.write(struct.pack("<Q", len(data)) + data)
@@ -190,8 +184,8 @@ def main() -> None:
     """Answer requests until standard input ends."""
     answers_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever operators print must not get between the messages
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # if the host runs out of memory, this process goes first
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if the host runs out of memory, this process goes first
     settings = read_message(sys.stdin.buffer)
     torch.set_num_threads(settings["threads"])
     prober = Prober(settings["largest_bytes"])

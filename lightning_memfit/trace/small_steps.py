@@ -66,10 +66,12 @@ def measure_small_steps(
         zero_gradients_early: gradients are dropped before the forward.
 
     Raises:
-        TraceError: if the batch has fewer than two samples, so that there is no line.
+        TraceError: if the batch has fewer than two samples, so that there is no line, or the module is on ``meta``.
     """
     from lightning_memfit.apply.batch_tree import batch_size_of
 
+    if any(tensor.device.type == "meta" for tensor in (*program.module.parameters(), *tensors_in_batch(batch))):
+        raise TraceError("tensors on meta cannot be run")
     samples = batch_size_of(batch)
     if samples < 2:
         raise TraceError(f"a batch of {samples} sample is too small to measure two sizes")

@@ -38,7 +38,7 @@ class Output(NamedTuple):
 
     storage: int
     """Number of the storage, unique in the timeline."""
-    index: int
+    position: int
     """Position among the operator's flattened outputs."""
     allocated_bytes: int
     """Size as the fake run says; a probe may know better."""

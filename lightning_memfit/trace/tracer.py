@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_memfit.plan import Category, Phase
 from lightning_memfit.trace.cpu_rules import as_on_cpu
+from lightning_memfit.trace.known_values import KnownValues
 from lightning_memfit.trace.timeline import (
     Event,
     Free,
@@ -68,12 +69,12 @@ _VIEWS = frozenset(
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     # Five matrix products of the size of the forward's two. Source: torch.utils.flop_counter.sdpa_backward_flop_count.
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape)) * 5 // 2
+    return _attention_flops(query, key, value) * 5 // 2
 
 
 _OWN_FLOPS: Mapping[Any, Callable[..., int]] = {
@@ -94,7 +95,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-class StepTracer(TorchDispatchMode):
+class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record what is allocated and freed, by storage lifetime, while the mode is active.
 
     Storages are followed by weak references, so that a free is seen when the last tensor on it dies.
@@ -105,7 +106,7 @@ class StepTracer(TorchDispatchMode):
     """
 
     def __init__(self, names: Mapping[int, str], *, collect_signatures: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase = "forward"
         self.events: list[Event] = []
         self.residents: list[Resident] = []
@@ -115,6 +116,7 @@ class StepTracer(TorchDispatchMode):
         self.flops = 0
         self.recomputed_flops = 0
         self.scalars_read = 0
+        self.known = KnownValues()
         self._collect_signatures = collect_signatures
         self._names = names
         self._module_stack: list[str] = []
@@ -185,8 +187,14 @@ class StepTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _READ_SCALAR:
             return self._answer_scalar(args[0])
-        if not self._recording or func.namespace in _NOT_COMPUTING:
+        if func.namespace in _NOT_COMPUTING:
             return func(*args, **kwargs)
+        out = self._run(func, args, kwargs) if self._recording else func(*args, **kwargs)
+        if self.phase != "optimizer_step":
+            self.known.follow(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_operations += 1
         in_backward = torch._C._current_graph_task_id() != -1
         recomputing = in_backward and torch.is_grad_enabled()
@@ -216,8 +224,11 @@ class StepTracer(TorchDispatchMode):
             self.events.append(Operation(str(func), module, self.phase, signature, tuple(outputs), target))
 
     def _answer_scalar(self, tensor: torch.Tensor) -> int | float | bool:
-        # A fake tensor has no value. Losses are read for logging, flags ("is anything NaN?") for warnings: answer as a
-        # healthy step would, and count it so that the forecast can say so.
+        known = self.known.scalar(tensor)
+        if known is not None:
+            return known
+        # Other fake tensors have no value. Losses are read for logging, flags ("is anything NaN?") for warnings: answer
+        # as a healthy step would, and count it so that the forecast can say so.
         if self.phase == "optimizer_step" or not self._recording:
             # Optimizers read step counters: a late step takes the branch of the steady state, and running products
             # such as NAdam's are not 1, by whose distance from 1 is divided.

@@ -1,15 +1,16 @@
 """One optimizer step in Lightning's own order, run on fakes for a timeline or on real tensors for a measurement.
 
-Lightning's order (``lightning/pytorch/loops/optimization/automatic.py``, 2.5 to 2.6) is forward, ``zero_grad``, backward:
-the old gradients live through the next forward.
+Lightning's order (``lightning/pytorch/loops/optimization/automatic.py``, 2.5 to 2.6) is forward, ``zero_grad``,
+backward: the old gradients live through the next forward.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -228,6 +229,8 @@ def trace_window(
 ) -> Timeline:
     """Follow one optimizer step on fakes: nothing is computed, nothing of the module's size is allocated.
 
+    What the user's code prints meanwhile is dropped; the real step will print it.
+
     The step is one in the steady state: optimizer states and the last step's gradients exist when it begins. States
     are created by an optimizer step that is not recorded.
 
@@ -250,7 +253,7 @@ def trace_window(
     fakes = FakeTensors(mode)
     tracer = StepTracer(names, collect_signatures=collect_signatures)
     try:
-        with _untouched(module), faked(module, fakes), real_cpu_behaviour(), mode, tracer:
+        with redirect_stdout(io.StringIO()), _untouched(module), faked(module, fakes), real_cpu_behaviour(), mode, tracer:
             return _traced(program, fakes, tracer, batch, divide, micro_steps, resident_batches)
     except TraceError:
         raise
@@ -274,6 +277,7 @@ def _traced(
     parameters = list(module.parameters())
     with tracer.not_recording():
         fake_batches = [fakes.of_batch(batch)] + [_copy(fakes, batch) for _ in range(resident_batches - 1)]
+        tracer.known.tell(fakes.pairs())
         slices = list(divide(fake_batches[0]))
         optimizer = program.make_optimizer()
         _check_parameters(optimizer, parameters)

@@ -1,0 +1,1 @@
+"""Config groups for Hydra applications: put ``pkg://lightning_memfit.conf`` on ``hydra.searchpath``."""

@@ -1,0 +1,1 @@
+"""Small real models and real text that run on any machine, written without MemFit in mind."""
