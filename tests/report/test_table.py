@@ -190,16 +190,16 @@ def test_brackets_in_names_are_text_and_not_markup(plan: Plan) -> None:
 def test_predicted_stands_beside_measured_with_the_difference(plan: Plan, measurement: Measurement) -> None:
     text = rendered(measurement_renderable(plan, measurement))
     # 560 - 561 = -1 MiB, 1/561 = 0.178 %
-    assert row(text, "allocated peak") == ["allocated peak", "560.0 MiB", "561.0 MiB", "-1.000 MiB", "-0.18 %"]
-    assert row(text, "evaluation step, raw")[1:] == ["310.0 MiB", "310.0 MiB", "0 B", "+0.00 %"]
+    assert row(text, "allocated peak, training")[1:] == ["560.0 MiB", "561.0 MiB", "-1.000 MiB", "-0.18 %"]
+    assert row(text, "allocated peak, evaluation")[1:] == ["310.0 MiB", "310.0 MiB", "0 B", "0.00 %"]
     assert row(text, "process RSS peak")[1:] == ["-", "1.020 GiB"]  # 1044 / 1024 = 1.0195
 
 
 def test_the_corrected_prediction_stands_below_the_raw_one(plan: Plan, measurement: Measurement) -> None:
     corrected = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, correction_bytes=2 * MIB))
     text = rendered(measurement_renderable(corrected, measurement))
-    assert row(text, "allocated peak, raw")[1:] == ["560.0 MiB", "561.0 MiB", "-1.000 MiB", "-0.18 %"]
-    assert row(text, "allocated peak, corrected")[1:] == ["562.0 MiB", "561.0 MiB", "+1.000 MiB", "+0.18 %"]
+    assert row(text, "allocated peak, training, raw")[1:] == ["560.0 MiB", "561.0 MiB", "-1.000 MiB", "-0.18 %"]
+    assert row(text, "allocated peak, training, corrected")[1:] == ["562.0 MiB", "561.0 MiB", "+1.000 MiB", "+0.18 %"]
 
 
 def test_use_of_the_budget_and_step_time_are_shown(plan: Plan, measurement: Measurement) -> None:
