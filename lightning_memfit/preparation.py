@@ -47,10 +47,13 @@ class BatchFunctions:
     """What a slice's mean loss counts."""
 
     def divide(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """The slices of ``batch``, of these numbers of samples."""
+        """The slices of ``batch``, of these numbers of samples.
+
+        The user's function is only told the size of the first, so that further ones may have other sizes and numbers.
+        """
         if self.split_batch is None:
             return split_by_sizes(batch, sizes)
-        return [part for part, _ in self.split_batch(batch, max(sizes))]
+        return [part for part, _ in self.split_batch(batch, sizes[0])]
 
     def samples_of(self, batch: Any) -> int:
         """Samples in ``batch``.

@@ -226,7 +226,9 @@ def _against(predicted: int | None, measured: int) -> tuple[str, str, str, str]:
     if predicted is None:
         return "-", format_bytes(measured), "", ""
     difference = predicted - measured
-    percent = f"{100 * difference / measured:+.2f} %".replace("-0.00", "0.00").replace("+0.00", "0.00") if measured else ""
+    percent = (
+        f"{100 * difference / measured:+.2f} %".replace("-0.00", "0.00").replace("+0.00", "0.00") if measured else ""
+    )
     return format_bytes(predicted), format_bytes(measured), _signed_bytes(difference), percent
 
 

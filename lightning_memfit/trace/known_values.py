@@ -33,7 +33,7 @@ class KnownValues:
     """Real values of some of the fake tensors of a trace."""
 
     def __init__(self) -> None:
-        self._values = WeakIdKeyDictionary()
+        self._values: Any = WeakIdKeyDictionary()
 
     def tell(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the values of originals of which ``(original, fake)`` are given; floating-point ones are left out."""

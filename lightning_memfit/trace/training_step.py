@@ -253,7 +253,14 @@ def trace_window(
     fakes = FakeTensors(mode)
     tracer = StepTracer(names, collect_signatures=collect_signatures)
     try:
-        with redirect_stdout(io.StringIO()), _untouched(module), faked(module, fakes), real_cpu_behaviour(), mode, tracer:
+        with (
+            redirect_stdout(io.StringIO()),
+            _untouched(module),
+            faked(module, fakes),
+            real_cpu_behaviour(),
+            mode,
+            tracer,
+        ):
             return _traced(program, fakes, tracer, batch, divide, micro_steps, resident_batches)
     except TraceError:
         raise

@@ -1,0 +1,88 @@
+"""The space that is searched. Run: ``pytest tests/search/test_levers.py``."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.plan import BatchSplit, PlanRequest
+from lightning_memfit.search.levers import CheckpointingOption, search_space
+
+BLOCKS = ("blocks.0", "blocks.1")
+NONE = CheckpointingOption(kind="none")
+EVERY_BLOCK = CheckpointingOption(kind="blocks", modules=BLOCKS)
+
+
+def whole(samples: int, accumulate: int = 1) -> BatchSplit:
+    return BatchSplit(
+        effective_batch_size=samples * accumulate,
+        loader_batch_size=samples,
+        accumulate_grad_batches=accumulate,
+        slice_sizes=(samples,),
+    )
+
+
+def test_every_number_of_slices_that_gives_another_largest_slice_is_there() -> None:
+    # 16 samples: largest slices 16, 8, 6, 4 (4 slices), 3 (6 slices; 5 slices give 4 again), 2 (8), 1 (16).
+    assert search_space(PlanRequest(), whole(16), blocks=()).num_slices == (1, 2, 3, 4, 6, 8, 16)
+
+
+@given(st.integers(1, 600))
+def test_the_numbers_of_slices_cover_every_reachable_micro_batch_once(samples: int) -> None:
+    counts = search_space(PlanRequest(), whole(samples), blocks=()).num_slices
+    sizes = [-(-samples // count) for count in counts]
+    assert sizes == sorted({-(-samples // count) for count in range(1, samples + 1)}, reverse=True)
+    assert counts[0] == 1 and counts[-1] == samples
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ("auto", (NONE, EVERY_BLOCK)),
+        ("none", (NONE,)),
+        ("blocks", (EVERY_BLOCK,)),
+        (("head",), (CheckpointingOption(kind="patterns", modules=("head",)),)),
+    ],
+)
+def test_checkpointing_options_are_those_asked_for(asked: object, options: tuple[CheckpointingOption, ...]) -> None:
+    request = PlanRequest(activation_checkpointing=asked)  # type: ignore[arg-type]
+    assert search_space(request, whole(4), blocks=BLOCKS, matched=("head",)).checkpointing == options
+
+
+def test_without_blocks_auto_is_none_and_blocks_is_an_error() -> None:
+    assert search_space(PlanRequest(), whole(4), blocks=()).checkpointing == (NONE,)
+    with pytest.raises(ConfigurationError, match=r"'blocks' found no repeated blocks.*encoder\.layers\.\*"):
+        search_space(PlanRequest(activation_checkpointing="blocks"), whole(4), blocks=())
+
+
+def test_a_pinned_micro_batch_is_the_only_one() -> None:
+    space = search_space(PlanRequest(micro_batch_size=6), whole(16), blocks=())
+    assert space.num_slices == (3,)
+    assert space.slicing_reason == "micro_batch_size is given"
+    assert space.candidate(NONE, 3, zero_gradients_early=False).split.slice_sizes == (6, 5, 5)
+
+
+def test_a_micro_batch_above_the_loaders_batch_is_an_error_with_both_numbers() -> None:
+    with pytest.raises(ConfigurationError, match=r"micro_batch_size=17 is more than the 16 samples.*at most 16"):
+        search_space(PlanRequest(micro_batch_size=17), whole(16), blocks=())
+
+
+def test_a_batch_that_may_not_be_sliced_is_left_whole() -> None:
+    space = search_space(PlanRequest(), whole(16), blocks=(), slicing_reason="BatchNorm is in train mode")
+    assert (space.num_slices, space.slicing_reason) == ((1,), "BatchNorm is in train mode")
+    with pytest.raises(ConfigurationError, match=r"16 samples, but BatchNorm .* Use micro_batch_size=16, or allow"):
+        search_space(PlanRequest(micro_batch_size=8), whole(16), blocks=(), slicing_reason="BatchNorm is in train mode")
+    pinned_whole = PlanRequest(micro_batch_size=16)
+    assert search_space(pinned_whole, whole(16), blocks=(), slicing_reason="BatchNorm").num_slices == (1,)
+
+
+def test_a_candidate_keeps_the_effective_batch() -> None:
+    space = search_space(PlanRequest(precision="bf16-mixed"), whole(10, accumulate=4), blocks=BLOCKS)
+    candidate = space.candidate(EVERY_BLOCK, 3, zero_gradients_early=True)
+    assert candidate.split.effective_batch_size == 40
+    assert candidate.split.slice_sizes == (4, 3, 3)
+    assert candidate.split.accumulate_grad_batches == 4
+    assert candidate.checkpointed_modules == BLOCKS
+    assert (candidate.precision, candidate.zero_gradients_early) == ("bf16-mixed", True)

@@ -1,0 +1,213 @@
+"""The public functions that need no Trainer, and the way out. Run: ``pytest tests/test_forecasting.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, TraceError
+from lightning_memfit.forecasting import (
+    Forecaster,
+    autocast_context,
+    checkpointed,
+    forecast,
+    make_plan,
+    resident_bytes,
+    trace_step,
+)
+from lightning_memfit.plan import BatchSplit, Candidate, balanced_slices
+from lightning_memfit.trace.training_step import program_of, run_window, silenced
+from lightning_memfit.validate.meter import AllocationMeter, storage_bytes
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Lit(LightningModule):
+    """Two equal blocks and a head; no Trainer."""
+
+    def __init__(self, masks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.head = nn.Linear(64, 10)
+        self.masks = masks
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = batch["x"]
+        if self.masks:
+            hidden = hidden[batch["y"] >= 0]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        loss = nn.functional.cross_entropy(self.head(hidden), batch["y"])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SGD(self.parameters())
+
+
+def batch_of(samples: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"x": torch.randn(samples, 64), "y": torch.randint(0, 10, (samples,))}
+
+
+def candidate(samples: int, slices: int = 1, *, modules: tuple[str, ...] = (), early: bool = False) -> Candidate:
+    return Candidate(
+        precision="32-true",
+        activation_checkpointing="blocks" if modules else "none",
+        checkpointed_modules=modules,
+        split=BatchSplit(
+            effective_batch_size=samples, loader_batch_size=samples, slice_sizes=balanced_slices(samples, slices)
+        ),
+        zero_gradients_early=early,
+    )
+
+
+def measured_peak(module: Lit, batch: Any) -> int:
+    program = program_of(module)
+
+    class Unobserved:
+        enter: Callable[[Any], None] = staticmethod(lambda phase: None)
+        after_forward = after_backward = staticmethod(lambda: None)
+
+    with silenced(module):
+        optimizer = program.make_optimizer()
+        with AllocationMeter(storage_bytes([*module.parameters(), *batch.values()])) as meter:
+            for _ in range(3):
+                run_window(program, optimizer, [batch], Unobserved())
+    return meter.peak_allocated_bytes
+
+
+def test_a_forecast_is_what_a_real_step_needs(tmp_path: Any) -> None:
+    module, batch = Lit(), batch_of(128)
+    memory = forecast(module, batch, cache_dir=tmp_path)
+    assert memory.peak_allocated_bytes == pytest.approx(measured_peak(module, batch), rel=0.001)
+    assert memory.by_category["parameters"] == memory.by_category["optimizer_states"] == 4 * memory.num_parameters
+    assert memory.peak_reserved_bytes is None
+    assert list(tmp_path.glob("operators-*.json"))
+
+
+def test_levers_save_what_they_promise() -> None:
+    module, batch = Lit(), batch_of(512)
+
+    def peak(**options: Any) -> int:
+        return forecast(module, batch, probe_operators=False, **options).peak_allocated_bytes
+
+    assert peak(activation_checkpointing="blocks") < peak()
+    assert peak(micro_batch_size=128) < peak(micro_batch_size=256) < peak() == peak(micro_batch_size=512)
+    assert peak(activation_checkpointing=("blocks.0",)) < peak()
+    assert peak(precision="bf16-mixed") < peak()
+
+
+def test_checkpointing_is_taken_back_after_a_trace() -> None:
+    module = Lit()
+    timeline = trace_step(module, batch_of(8), activation_checkpointing="blocks")
+    assert timeline.recomputed_flops == 3 * 2 * 8 * 64 * 256  # the first product of each block; none needs the last
+    assert not [part for part in module.modules() if "forward" in vars(part)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer_states": "8bit"}, "optimizer_states='8bit' is not forecast yet"),
+        ({"precision": "16-mixed"}, "precision='16-mixed' is not forecast on a CPU. Choose '32-true' or 'bf16-mixed'"),
+        ({"micro_batch_size": 9}, "micro_batch_size=9 is more than the 8 samples"),
+    ],
+)
+def test_what_cannot_be_forecast_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        forecast(Lit(), batch_of(8), probe_operators=False, **options)
+
+
+def test_one_trace_serves_early_and_late_zeroing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecaster = Forecaster(program_of(Lit()), batch_of(8), prober=None)
+    late = forecaster(candidate(8))
+    monkeypatch.setattr("lightning_memfit.forecasting.trace_window", lambda *a, **k: pytest.fail("traced again"))
+    early = forecaster(candidate(8, early=True))
+    assert early.memory.by_phase["forward"] < late.memory.by_phase["forward"]
+    forecaster.correction_bytes = 500
+    assert forecaster(candidate(8)).predicted_peak_bytes == late.predicted_peak_bytes + 500
+
+
+def test_a_step_that_needs_values_is_measured_small_and_the_module_is_as_before() -> None:
+    module, batch = Lit(masks=True), batch_of(64)
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    attributes = [dict(vars(part)) for part in module.modules()]
+    random_state = torch.get_rng_state()
+    forecaster = Forecaster(program_of(module), batch, prober=None)
+    found = forecaster(candidate(64))
+    assert found.method == "extrapolated"
+    assert forecaster.untraceable is not None and "aten.nonzero.default" in forecaster.untraceable
+    assert found.notes[0].startswith("the step could not be traced (DynamicOutputShapeException: aten.nonzero.default)")
+    assert "real steps of 2 and 4 samples, and the warm-up will tell" in found.notes[0]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    assert [dict(vars(part)) for part in module.modules()] == attributes
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    # The line is not far off, and slices and checkpointing lower it.
+    assert found.memory.peak_allocated_bytes == pytest.approx(measured_peak(module, batch), rel=0.1)
+    assert forecaster(candidate(64, 4)).predicted_peak_bytes < found.predicted_peak_bytes
+
+
+def test_what_can_be_neither_traced_nor_run_says_both() -> None:
+    with torch.device("meta"):
+        module = Lit(masks=True)
+    with pytest.raises(TraceError, match=r"could not be traced \(Dynamic.*nonzero.*\), and small .* tensors on meta"):
+        forecast(module, batch_of(8), probe_operators=False)
+
+
+def test_a_plan_slices_until_it_fits() -> None:
+    module, batch = Lit(), batch_of(256)
+    whole = forecast(module, batch, probe_operators=False).peak_allocated_bytes
+    sliced = forecast(module, batch, micro_batch_size=64, probe_operators=False).peak_allocated_bytes
+    plan = make_plan(module, batch, effective_batch_size=512, budget=(whole + sliced) // 2, probe_operators=False)
+    assert plan.split.effective_batch_size == 512
+    assert plan.split.accumulate_grad_batches == 2
+    assert plan.split.num_slices > 1 and plan.candidate.activation_checkpointing == "none"
+    assert plan.forecast.predicted_peak_bytes <= plan.budget.budget_bytes
+    assert plan.forecast.recomputed_flops == 0 and plan.forecast.flops
+
+
+def test_a_plan_that_cannot_be_says_so() -> None:
+    with pytest.raises(NoFeasiblePlanError, match=r"No plan fits the budget of 300\.0 KiB"):
+        make_plan(Lit(), batch_of(16), effective_batch_size=16, budget="300KiB", probe_operators=False)
+
+
+def test_an_effective_batch_that_is_no_multiple_names_its_neighbours() -> None:
+    with pytest.raises(ConfigurationError, match=r"effective_batch_size=20 .* 8 samples. Nearest: 16 and 24"):
+        make_plan(Lit(), batch_of(8), effective_batch_size=20)
+
+
+def test_resident_bytes_counts_each_storage_once_and_nothing_on_meta() -> None:
+    module = nn.Linear(4, 4)
+    module.register_buffer("again", module.weight.detach()[1:])
+    assert resident_bytes(module, [torch.zeros(5), torch.zeros(5, device="meta")]) == 80 + 20
+
+
+def test_the_forwards_context_casts_without_a_cache() -> None:
+    with autocast_context("bf16-mixed")():
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert not torch.is_autocast_cache_enabled()
+    with autocast_context("32-true")():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_checkpointed_is_undone_when_the_body_raises() -> None:
+    module = Lit()
+    with pytest.raises(KeyError), checkpointed(module, ("blocks.0",)):
+        assert "forward" in vars(module.blocks[0])
+        raise KeyError
+    assert "forward" not in vars(module.blocks[0])
