@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,14 @@ from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.planner import search_plan
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.units import MIB, format_bytes
-from lightning_memfit.validate.verdict import judge
+from lightning_memfit.validate.verdict import expected_correction, judge
 from lightning_memfit.validate.warmup import run_warmup
 
 MAX_ATTEMPTS = 4
 """Warm-ups of one fit: the first plan's, and those of plans made after a measurement above the budget."""
 
+Failed = tuple[Forecast, Measurement | None]
+"""A plan's corrected forecast, and what its warm-up measured; ``None`` if it ran out of memory."""
 Report = Callable[[Plan, Measurement | None], None]
 Announce = Callable[[str], None]
 """Is told, in a few words, what is being done now."""
@@ -71,6 +73,8 @@ class FitSession:
         self._preparation: Preparation | None = None
         self._space: SearchSpace | None = None
         self._notes: tuple[str, ...] = ()
+        self._slices_compared = False
+        self._corrections: dict[Candidate, int] = {}
         self._tried: list[PassedOver] = []
         self._announce: Announce = lambda words: None
         self._run_levers = ExitStack()
@@ -98,10 +102,24 @@ class FitSession:
             )
             self._notes = prepared.notes
             self._space = prepared.space(prepared.slicing_obstacle())
-            self.plan = self._search()
-            if self.plan.split.num_slices > 1:
-                self._guard_slicing(prepared)
+            self.plan = self._guarded_search()
         return self.plan
+
+    def _guarded_search(self) -> Plan:
+        """Before slices are used, they are compared with the whole; where they differ, the search goes without them."""
+        plan = self._search()
+        if plan.split.num_slices == 1 or self._slices_compared:
+            return plan
+        self._slices_compared = True
+        if self._request.allow_inexact_slicing:
+            self._notes += ("allow_inexact_slicing=True: slices were not compared with the undivided batch",)
+        else:
+            self._announce("comparing slices with the undivided batch")
+            obstacle = self._prepared.compare_slices()
+            if obstacle is None:
+                return plan
+            self._space = self._prepared.space(obstacle)
+        return self._search()
 
     def _search(self) -> Plan:
         prepared = self._prepared
@@ -117,19 +135,8 @@ class FitSession:
 
     def _forecast(self, candidate: Candidate) -> Forecast:
         self._announce(f"forecasting: {candidate.label}")
-        return self._prepared.forecaster(candidate)
-
-    def _guard_slicing(self, prepared: Preparation) -> None:
-        """Slices are compared with the whole on the real batch; where they differ, the search goes without them."""
-        if self._request.allow_inexact_slicing:
-            self._notes += ("allow_inexact_slicing=True: slices were not compared with the undivided batch",)
-        else:
-            self._announce("comparing slices with the undivided batch")
-            obstacle = prepared.compare_slices()
-            if obstacle is None:
-                return
-            self._space = prepared.space(obstacle)
-        self.plan = self._search()
+        forecast = self._prepared.forecast(candidate)
+        return replace(forecast, correction_bytes=expected_correction(candidate, self._corrections))
 
     # Apply and undo
 
@@ -185,7 +192,7 @@ class FitSession:
         self._announce = announce
         budget = self._prepared.budget
         validation_batch = request_validation_batch(self.trainer)
-        smallest: tuple[Forecast, int] | None = None
+        failed: list[Failed] = []
         for attempt in range(MAX_ATTEMPTS):
             plan = self._chosen
             announce(f"proving with {self._request.num_profiled_steps} real steps: {plan.candidate.label}")
@@ -197,40 +204,46 @@ class FitSession:
                 self.plan, self.measurement = replace(plan, forecast=corrected), measurement
                 self._prober.close()
                 return
-            peak = corrected.predicted_peak_bytes
-            smallest = min(smallest or (plan.forecast, peak), (plan.forecast, peak), key=lambda pair: pair[1])
+            failed.append((corrected, measurement))
             self._tried.append(
-                PassedOver(candidate=plan.candidate, predicted_peak_bytes=peak, reason=f"warm-up: {verdict.reason}")
+                PassedOver(
+                    candidate=plan.candidate,
+                    predicted_peak_bytes=corrected.predicted_peak_bytes,
+                    reason=f"warm-up: {verdict.reason}",
+                )
             )
-            self._prepared.forecaster.correction_bytes = verdict.correction_bytes
+            self._corrections[plan.candidate] = verdict.correction_bytes
             self._step_levers.close()
             if attempt + 1 < MAX_ATTEMPTS:
-                self._plan_again(smallest)
+                self._plan_again(failed)
                 self._apply_step_levers()
                 report(self._chosen, measurement)
-        assert smallest is not None
-        raise self._nothing_stands(smallest)
+        raise self._nothing_stands(failed)
 
-    def _plan_again(self, smallest: tuple[Forecast, int]) -> None:
+    def _plan_again(self, failed: Sequence[Failed]) -> None:
         with random_state_kept():
             try:
-                plan = self._search()
+                plan = self._guarded_search()
             except NoFeasiblePlanError as error:
-                raise self._nothing_stands(smallest) from error
+                raise self._nothing_stands(failed) from error
         self.plan = replace(plan, passed_over=(*self._tried, *plan.passed_over))
 
-    def _nothing_stands(self, smallest: tuple[Forecast, int]) -> NoFeasiblePlanError:
-        forecast, peak = smallest
-        budget = self._prepared.budget
+    def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
+        """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""
+        budget, measured = self._prepared.budget, [forecast for forecast, measurement in failed if measurement]
+        best = min(measured or [forecast for forecast, _ in failed], key=lambda each: each.predicted_peak_bytes)
         message = no_fit_message(
             budget=budget,
-            best=forecast,
-            measured_peak_bytes=peak,
+            best=best,
+            measured_peak_bytes=best.predicted_peak_bytes if measured else None,
             passed_over=self._tried,
             request=self._request,
             slicing_reason=None if self._space is None else self._space.slicing_reason,
         )
-        return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=peak)
+        ran_out = [forecast.candidate.label for forecast, measurement in failed if measurement is None]
+        if ran_out:
+            message += f"\nWarm-ups that ran out of memory, so that their peaks are not known: {'; '.join(ran_out)}."
+        return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
 
     def _warm_up(self, plan: Plan, validation_batch: Any) -> Measurement | None:
         try:

@@ -51,7 +51,7 @@ Divide = Callable[[Any, Sequence[int]], Sequence[Any]]
 
 
 class Forecaster:
-    """Says what a candidate needs. One trace serves all candidates that differ only in when gradients are zeroed.
+    """Says what a candidate needs, raw. One trace serves all candidates that differ only in when gradients are zeroed.
 
     Args:
         program: the step without checkpointing.
@@ -59,7 +59,6 @@ class Forecaster:
         prober: finds the operators' hidden temporaries; ``None`` leaves them out.
         divide: divides the batch into slices of given sizes.
         resident_batches: batches alive at the same time.
-        correction_bytes: added to every prediction because a warm-up measured that much more.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Forecaster:
         divide: Divide = split_by_sizes,
         resident_batches: int = 1,
     ) -> None:
-        self.correction_bytes = 0
         self.untraceable: str | None = None
         """Why the step could not be traced, once it was tried and could not."""
         self._program = program
@@ -83,7 +81,11 @@ class Forecaster:
         self._lines: dict[tuple[tuple[str, ...], bool], PeakLine] = {}
 
     def __call__(self, candidate: Candidate) -> Forecast:
-        """Forecast one candidate: raw prediction, and the correction known so far."""
+        """Forecast one candidate.
+
+        Raises:
+            TraceError: if the step can neither be traced nor measured small.
+        """
         if self.untraceable is None:
             try:
                 return self._traced(candidate)
@@ -128,7 +130,6 @@ class Forecaster:
         return Forecast(
             candidate=candidate,
             memory=predict_memory(timeline, results, zero_gradients_early=candidate.zero_gradients_early),
-            correction_bytes=self.correction_bytes,
             flops=timeline.flops,
             recomputed_flops=timeline.recomputed_flops,
             notes=notes,
@@ -142,7 +143,6 @@ class Forecaster:
         return Forecast(
             candidate=candidate,
             memory=line.at(candidate.split.micro_batch_size),
-            correction_bytes=self.correction_bytes,
             method="extrapolated",
             notes=(
                 f"the step could not be traced ({self.untraceable}); its peak is a straight line through real steps of "

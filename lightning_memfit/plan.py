@@ -28,7 +28,7 @@ Mode = Literal["apply", "report", "off"]
 OnNoFit = Literal["raise", "skip", "value"]
 Category = Literal["parameters", "buffers", "gradients", "optimizer_states", "activations", "temporaries", "inputs"]
 Phase = Literal["forward", "zero_grad", "backward", "gradient_clipping", "optimizer_step", "evaluation"]
-Method = Literal["traced", "extrapolated"]
+Method = Literal["traced", "extrapolated", "floor"]
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -273,7 +273,8 @@ class Forecast:
     correction_bytes: int = 0
     """Added to the raw peak because a warm-up measured that much more (or less)."""
     method: Method = "traced"
-    """How it was found: a traced step, or small real steps and a straight line through them."""
+    """How it was found: a traced step; small real steps and a straight line through them; or neither could be had, and
+    it is only what is certainly needed."""
     flops: int | None = None
     """Floating point operations per optimizer step on one device; ``None`` where not counted."""
     recomputed_flops: int | None = None

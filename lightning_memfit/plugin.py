@@ -220,7 +220,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def _report_replanned(self, plan: Plan, measured: Measurement | None) -> None:
         self.plan = plan
         if self.verbose:
-            self._say("The warm-up needed more than predicted; planned again with that correction.")
+            found = "ran out of memory" if measured is None else "needed more than predicted"
+            self._say(f"The warm-up {found}; planned again with that correction.")
             render_plan(plan)
 
     def _end(self) -> None:

@@ -20,7 +20,7 @@ from lightning_memfit.errors import BatchStructureError, ConfigurationError, Tra
 from lightning_memfit.forecasting import Forecaster, resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import BatchSplit, Budget, PlanRequest
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.batch_arithmetic import (
     LoaderPlan,
@@ -32,6 +32,8 @@ from lightning_memfit.search.checkpointing import find_repeated_blocks, match_mo
 from lightning_memfit.search.levers import SearchSpace, search_space
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.training_step import optimizers_of, program_of
+from lightning_memfit.validate.meter import storage_bytes
+from lightning_memfit.validate.snapshot import reachable_tensors
 from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
 
 _UNLIMITED = 2**31
@@ -103,6 +105,20 @@ class Preparation:
     def num_batches(self) -> int | None:
         """Lightning batches per epoch under the plan; ``None`` if unknown."""
         return _num_batches(self.loader, self.loader_plan)
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """What a candidate needs; where its step can neither be traced nor run yet, what it certainly needs.
+
+        Raises:
+            ConfigurationError: if what the user set cannot be used.
+        """
+        try:
+            return self.forecaster(candidate)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            # A step may need what a later hook sets up. The warm-up runs after those, and raises the user's own errors.
+            return _floor(candidate, self.module, self.batch, error)
 
     def space(self, slicing_obstacle: str | None) -> SearchSpace:
         """What may be chosen, given why the batch may not be sliced (``None``: it may).
@@ -228,6 +244,31 @@ def _forecaster(
     program = program_of(module, step_context=trainer.precision_plugin.train_step_context, clip_gradients=clip)
     program = replace(program, make_optimizer=lambda: _the_optimizer(module))
     return Forecaster(program, batch, prober=prober, divide=functions.divide, resident_batches=resident_batches)
+
+
+def _floor(candidate: Candidate, module: Any, batch: Any, error: Exception) -> Forecast:
+    parameters = list(module.parameters())
+    by_category = {
+        "parameters": storage_bytes(parameters),
+        "gradients": storage_bytes([parameter for parameter in parameters if parameter.requires_grad]),
+        "buffers": storage_bytes(list(module.buffers())),
+        "inputs": storage_bytes(reachable_tensors([batch])),
+    }
+    words = (str(error).strip().splitlines() or ["no message"])[0][:200]
+    return Forecast(
+        candidate=candidate,
+        memory=MemoryBreakdown(
+            peak_allocated_bytes=sum(by_category.values()),
+            by_category=by_category,
+            peak_phase="forward",
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+        ),
+        method="floor",
+        notes=(
+            f"before training begins the step can neither be traced nor run ({type(error).__name__}: {words}); the "
+            "forecast is only what parameters, gradients, buffers and inputs take, and the warm-up will tell",
+        ),
+    )
 
 
 def _the_optimizer(module: Any) -> Optimizer:

@@ -119,9 +119,16 @@ def _split_words(split: BatchSplit) -> str:
     return f"{effective}, each batch in {split.num_slices} slices of at most {split.micro_batch_size}"
 
 
+_HOW_FOUND = {
+    "traced": "",
+    "extrapolated": ", extrapolated from small measured steps",
+    "floor": ", only what is certainly needed",
+}
+
+
 def _memory(plan: Plan) -> Iterable[RenderableType]:
     memory = plan.forecast.memory
-    how = "" if plan.forecast.method == "traced" else ", extrapolated from small measured steps"
+    how = _HOW_FOUND[plan.forecast.method]
     yield _heading(f"Memory at the predicted peak (torch allocator, allocated bytes{how})")
     yield _indented(_anatomy(plan))
     yield _indented(Text.assemble("peak in the ", (_spaced(memory.peak_phase), "bold"), _place(memory)))

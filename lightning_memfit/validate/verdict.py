@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_memfit.plan import Budget, Forecast, Measurement
+from lightning_memfit.plan import Budget, Candidate, Forecast, Measurement
 from lightning_memfit.units import format_bytes
 
 OUT_OF_MEMORY_SHARE = 0.05
@@ -18,7 +19,7 @@ class Verdict:
     fits: bool
     """Whether the plan may be used for training."""
     correction_bytes: int
-    """What the raw prediction was off by; to be added to every prediction of the next search."""
+    """What the raw prediction was off by, in bytes."""
     reason: str
     """Why, in words."""
 
@@ -41,3 +42,25 @@ def judge(forecast: Forecast, measurement: Measurement | None, budget: Budget) -
     if over > 0:
         reason = f"measured {format_bytes(measured)}, {format_bytes(over)} over the budget"
     return Verdict(fits=over <= 0, correction_bytes=measured - predicted, reason=reason)
+
+
+def expected_correction(candidate: Candidate, known: Mapping[Candidate, int]) -> int:
+    """What the raw prediction of a candidate is probably off by, after the warm-ups of others.
+
+    1. A candidate that ran is off by what it was off by.
+    2. After one warm-up the error is taken to be in proportion to the micro-batch: what a trace cannot see mostly holds
+       values of samples. Where it does not, the next warm-up shows it.
+    3. After two of different sizes it is the straight line through the last two, which has a fixed part as well. A line
+       that falls with the size is no line: then it is what the last one was off by.
+
+    Args:
+        candidate: the candidate.
+        known: errors of those that ran, in bytes, in the order in which they ran.
+    """
+    if candidate in known or not known:
+        return known.get(candidate, 0)
+    points = [(ran.split.micro_batch_size, error) for ran, error in known.items()]
+    size, error = points[-1]
+    other_size, other_error = next((point for point in reversed(points) if point[0] != size), (0, 0))
+    slope = max(0.0, (error - other_error) / (size - other_size))
+    return round(error + slope * (candidate.split.micro_batch_size - size))

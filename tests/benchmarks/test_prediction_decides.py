@@ -1,0 +1,55 @@
+"""The prediction decides: 1 % more memory than predicted and every case finishes, 1 % less and it dies.
+
+One child process per model, because the allocator with its limit stays for the life of its process. Run this file
+alone: bash scripts/test.sh tests/benchmarks/test_prediction_decides.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.allocator.budget_allocator import build_allocator, why_unavailable
+from benchmarks.child_process import stream_child
+from benchmarks.prediction_decides import OPTIMIZER_STEPS, Outcome
+from benchmarks.zoo import MODELS, select_cases
+
+needs_a_compiler = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return build_allocator()
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("model", MODELS)
+def test_every_case_finishes_above_its_predicted_peak_and_dies_below_it(
+    model: str, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    seen: dict[str, Any] = {}
+    # A case that did otherwise ends the child with code 1, which is reported after the cases themselves.
+    for outcome in stream_child(
+        "benchmarks.prediction_decides", ["--cases", f"{model} *", "--library", str(library)], allowed_codes=(0, 1)
+    ):
+        seen[outcome.pop("label")] = outcome
+    assert list(seen) == [case.label for case in select_cases(f"{model} *")]
+    otherwise = {
+        label: outcome
+        for label, outcome in seen.items()
+        if (outcome["steps_above"], outcome["error_above"]) != (OPTIMIZER_STEPS, None)
+        or outcome["error_below"] != "OutOfMemoryError"
+    }
+    assert otherwise == {}
+    # The optimizer's states exist from the second step on: before that a step needs less than the predicted peak.
+    assert all(outcome["steps_below"] < OPTIMIZER_STEPS for outcome in seen.values())
+
+
+def test_an_error_other_than_out_of_memory_is_not_as_predicted() -> None:
+    common = {"label": "gpt", "predicted_peak_bytes": 100, "steps_above": 3, "error_above": None}
+    assert Outcome(**common, steps_below=1, error_below="OutOfMemoryError").as_predicted
+    assert not Outcome(**common, steps_below=1, error_below="ValueError: no").as_predicted
+    assert not Outcome(**common, steps_below=3, error_below=None).as_predicted

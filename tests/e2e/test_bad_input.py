@@ -1,0 +1,572 @@
+"""Bad input is refused with the setting, its value, the numbers and a way out, before anything is changed.
+
+Run with ``pytest tests/e2e/test_bad_input.py``. Whole messages are asserted: they are what a user reads at night.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_memfit import MemFit
+from lightning_memfit.errors import (
+    BatchArithmeticError,
+    BatchStructureError,
+    ConfigurationError,
+    NoFeasiblePlanError,
+    UnsupportedError,
+)
+
+pytestmark = pytest.mark.usefixtures("no_probing")
+
+MakeTrainer = Callable[..., Any]
+
+
+class Model(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.randn(64, 16), torch.arange(64) % 2)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.randn(16), torch.tensor(index % 2)) for index in range(self.size)])
+
+
+class Bag:
+    """A batch of a structure that nobody knows."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.x = torch.stack([x for x, _ in items])
+        self.y = torch.stack([y for _, y in items])
+
+
+class BagModel(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+
+# What the constructor refuses.
+
+SIZES = (
+    "Write a number and a unit: B, KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (powers of 1000), such as "
+    "'700MiB'."
+)
+LEVERS = (
+    "To need less memory, this release divides batches into slices (micro_batch_size=), recomputes activations "
+    "(activation_checkpointing=), zeroes gradients early, and computes in precision='bf16-mixed'."
+)
+PRECISIONS = "left out, '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"
+PATTERNS = "must be 'auto', 'none', 'blocks', or patterns of module names such as ['encoder.layers.*']."
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no samples": (
+        {"effective_batch_size": 0},
+        "effective_batch_size=0 must be a whole number of at least 1, or be left out.",
+    ),
+    "negative samples": (
+        {"effective_batch_size": -4},
+        "effective_batch_size=-4 must be a whole number of at least 1, or be left out.",
+    ),
+    "samples as text": (
+        {"effective_batch_size": "64"},
+        "effective_batch_size='64' must be a whole number of at least 1, or be left out.",
+    ),
+    "samples as a flag": (
+        {"effective_batch_size": True},
+        "effective_batch_size=True must be a whole number of at least 1, or be left out.",
+    ),
+    "bananas": ({"budget": "12 bananas"}, f"budget='12 bananas' is not a size. {SIZES}"),
+    "no budget": ({"budget": 0}, "budget=0 is 0 bytes; it must be more than 0."),
+    "negative budget": ({"budget": -5}, "budget=-5 is -5 bytes; it must be more than 0."),
+    "negative budget as text": ({"budget": "-3GiB"}, f"budget='-3GiB' is not a size. {SIZES}"),
+    "budget as a fraction": (
+        {"budget": 0.5},
+        "budget=0.5 is not a size. Write bytes as an int, or text such as '700MiB'.",
+    ),
+    "headroom": ({"headroom": "a little"}, f"headroom='a little' is not a size. {SIZES}"),
+    "empty slices": (
+        {"micro_batch_size": 0},
+        "micro_batch_size=0 must be a whole number of at least 1, or be left out.",
+    ),
+    "one profiled step": (
+        {"num_profiled_steps": 1},
+        "num_profiled_steps=1 is too few: optimizers create their states in the first step, so that only the second "
+        "shows the whole peak. Use 2 or more.",
+    ),
+    "mode": ({"mode": "dry-run"}, "mode='dry-run' is not known. Choose one of: 'apply', 'report', 'off'."),
+    "precision": ({"precision": "bf16"}, f"precision='bf16' is not known. Choose one of: {PRECISIONS}."),
+    "checkpointing": (
+        {"activation_checkpointing": "block"},
+        "activation_checkpointing='block' is not known. Choose one of: 'auto', 'none', 'blocks'.",
+    ),
+    "no patterns": ({"activation_checkpointing": []}, f"activation_checkpointing=[] {PATTERNS}"),
+    "patterns that are numbers": ({"activation_checkpointing": 3}, f"activation_checkpointing=3 {PATTERNS}"),
+    "loss weight": (
+        {"loss_weight": "token"},
+        "loss_weight='token' is not known. Choose 'samples', 'tokens', or a function of a slice that returns what its "
+        "mean loss counts.",
+    ),
+    "split function": (
+        {"split_batch": 4},
+        "split_batch=4 cannot be called. Pass a function (batch, micro_batch_size) -> pairs of (slice, number of "
+        "samples), or leave it out.",
+    ),
+    "cache": ({"cache_dir": 3}, "cache_dir=3 is no directory. Pass a path, 'auto', or None for no cache."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_setting_that_cannot_be_used_is_refused_at_once(case: str) -> None:
+    settings, message = REFUSED[case]
+    with pytest.raises(ConfigurationError) as caught:
+        MemFit(**settings)
+    assert str(caught.value) == message
+
+
+LATER: dict[str, tuple[Any, str]] = {
+    "plan": ("plan.yaml", "Leave plan out."),
+    "worst_batch": ((1, 2), "Leave worst_batch out."),
+    "max_length": (512, "Leave max_length out."),
+    "planning_seconds": (60, "Leave planning_seconds out."),
+    "optimizer_states": ("8bit", "Leave optimizer_states out, or use 'auto' or 'as-configured'."),
+    "optimizer_implementation": ("fused", "Leave optimizer_implementation out, or use 'auto' or 'as-configured'."),
+    "offload": ("optimizer", "Leave offload out, or use 'never'."),
+    "on_no_fit": ("skip", "Leave on_no_fit out, or use 'raise'."),
+    "precision": ("16-mixed", "Leave precision out, or use '32-true' or 'bf16-mixed'."),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_lever_of_a_later_release_is_refused_and_not_ignored(name: str) -> None:
+    value, instead = LATER[name]
+    with pytest.raises(UnsupportedError) as caught:
+        MemFit(**{name: value})
+    assert str(caught.value) == f"MemFit({name}={value!r}) is not supported in this release. {instead} {LEVERS}"
+
+
+def test_a_batch_given_too_early_is_not_printed_whole() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        MemFit(worst_batch=list(range(100_000)))
+    assert len(str(caught.value)) < 400
+
+
+# What a fit refuses: nothing has changed when it does.
+
+
+def refusal(
+    make_trainer: MakeTrainer,
+    root: Path,
+    plugin: MemFit,
+    error: type[Exception],
+    *,
+    module: Any = None,
+    loader: Any = None,
+    **settings: Any,
+) -> str:
+    """The message of the error; the run is as a plain Trainer would have it before optimizers exist."""
+    module = Model() if module is None else module
+    loader = DataLoader(data(), 16) if loader is None else loader
+    trainer = make_trainer(plugin, **settings)
+    attributes = attribute_names(module)
+    loader_before = dict(vars(loader)) if isinstance(loader, DataLoader) else {}
+    values = {name: value.clone() for name, value in module.state_dict().items()}
+    callbacks, accumulate = list(trainer.callbacks), trainer.accumulate_grad_batches
+    random = torch.get_rng_state()
+    with pytest.raises(error) as caught:
+        trainer.fit(module, loader)
+    assert attribute_names(module) ^ attributes == set()
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in values.items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert (dict(vars(loader)) if isinstance(loader, DataLoader) else {}) == loader_before
+    assert list(trainer.callbacks) == callbacks
+    assert trainer.accumulate_grad_batches == accumulate
+    assert trainer.global_step == 0
+    assert torch.equal(torch.get_rng_state(), random)
+    for touched in (trainer.fit_loop._data_source, trainer.fit_loop.epoch_loop.automatic_optimization):
+        assert not {"dataloader", "_make_closure"} & set(vars(touched))
+    assert not list(root.iterdir()), "no files"
+    return str(caught.value)
+
+
+def attribute_names(module: nn.Module) -> set[str]:
+    """Of every submodule, but for what Lightning notes in the root before any plugin is asked."""
+    noted = {".prepare_data_per_node", "._device", "._hparams"}
+    return {f"{name}.{key}" for name, part in module.named_modules() for key in vars(part)} - noted
+
+
+def quiet(**settings: Any) -> MemFit:
+    return MemFit(verbose=False, **settings)
+
+
+def test_an_effective_batch_that_cannot_be_formed_names_the_nearest(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    plugin = quiet(effective_batch_size=17)
+    assert refusal(make_trainer, tmp_path, plugin, BatchArithmeticError) == (
+        "effective_batch_size=17 samples make 17 per rank, which is not a multiple of the loader's batch of 16. "
+        "Rebuilding the loader with 1 samples per batch would form it, but that is less than half of the loader's "
+        "batch of 16. The nearest effective_batch_size values that work with this loader are 16 and 32. Or pass "
+        "allow_inexact_slicing=True to rebuild the loader all the same."
+    )
+
+
+def test_an_accumulation_of_the_users_own_must_agree(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    plugin = quiet(effective_batch_size=64)
+    message = refusal(make_trainer, tmp_path, plugin, BatchArithmeticError, accumulate_grad_batches=3)
+    assert message == (
+        "effective_batch_size=64 samples, but Trainer(accumulate_grad_batches=3) x loader batch 16 x 1 rank makes 48 "
+        "samples per optimizer step. Leave accumulate_grad_batches at 1, so that MemFit can set it, or ask for "
+        "effective_batch_size=48."
+    )
+
+
+def test_an_accumulation_that_changes_while_training_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    scheduler = GradientAccumulationScheduler({4: 2})
+    message = refusal(make_trainer, tmp_path, quiet(), ConfigurationError, callbacks=[scheduler])
+    assert message == (
+        f"GradientAccumulationScheduler({scheduler.scheduling}) changes accumulate_grad_batches while training, so "
+        "that the effective batch is not one number. Remove the callback: MemFit sets the accumulation."
+    )
+
+
+def test_a_budget_below_the_parameters_says_that_no_slice_helps(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    # 16 x 32 + 32 + 32 x 2 + 2 = 610 parameters: 2440 bytes, and as many for gradients.
+    message = refusal(make_trainer, tmp_path, quiet(budget="1KiB"), NoFeasiblePlanError)
+    lines = message.splitlines()
+    assert lines[0].startswith("No plan fits the budget of 1.000 KiB: the smallest one found needs ")
+    assert lines[0].endswith(" too much.") and "(predicted, allocated)" in lines[0]
+    assert lines[1] == "Budget: as given."
+    assert (
+        "parameters 2.383 KiB + gradients 2.383 KiB + optimizer states 0 B = 4.766 KiB alone are 3.766 KiB above the "
+        "budget: no slice is small enough." in lines
+    )
+    helps = lines[lines.index("What would help:") + 1 :]
+    assert helps[0].startswith('  - budget="1MiB" or more (this device could hold ')
+    assert helps[1] == "  - a smaller model: 8 bytes per parameter allow fewer than 128 parameters (this one has 610)"
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (
+            lambda: DataLoader(TensorDataset(torch.zeros(0, 16)), 8),
+            "DataLoader over 0 samples (TensorDataset), batches of 8, SequentialSampler, 0 workers",
+        ),
+        (
+            lambda: DataLoader(data(), 100, drop_last=True),
+            "DataLoader over 64 samples (TensorDataset), batches of 100, SequentialSampler, 0 workers",
+        ),
+        (
+            lambda: DataLoader(Stream(0), 8),
+            "DataLoader over samples of unknown number (Stream), batches of 8, _InfiniteConstantSampler, 0 workers",
+        ),
+    ],
+)
+def test_an_empty_loader_is_named(loader: Any, words: str, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    message = refusal(make_trainer, tmp_path, quiet(), ConfigurationError, loader=loader())
+    assert message == (
+        f"The train loader yields 0 batches ({words}), so there is nothing to plan with or to train on. Check the "
+        "dataset's length, drop_last and the sampler."
+    )
+
+
+NO_STRUCTURE = (
+    "The batch of type Bag has no tensor with a batch dimension, so that its number of samples is not known. Pass "
+    "MemFit(split_batch=...), a function (batch, micro_batch_size) -> pairs of (slice, samples)."
+)
+
+
+def test_a_batch_of_unknown_structure_trains_undivided_and_says_why(make_trainer: MakeTrainer) -> None:
+    plugin = quiet()
+    trainer = make_trainer(plugin)
+    trainer.fit(BagModel(), DataLoader(data(), 16, collate_fn=Bag))
+    assert trainer.global_step == 4
+    assert plugin.plan is not None
+    reasons = {choice.lever: choice.reason for choice in plugin.plan.choices}
+    assert reasons["micro_batch_size"] == f"not sliced: {NO_STRUCTURE}"
+
+
+def test_slices_of_a_batch_of_unknown_structure_need_the_users_function(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    loader = DataLoader(data(), 16, collate_fn=Bag)
+    plugin = quiet(micro_batch_size=4)
+    message = refusal(make_trainer, tmp_path, plugin, ConfigurationError, module=BagModel(), loader=loader)
+    assert message == (
+        f"micro_batch_size=4 would divide the loader's batch of 16 samples, but {NO_STRUCTURE} Use "
+        "micro_batch_size=16, or allow_inexact_slicing=True."
+    )
+
+
+def test_a_budget_that_needs_slices_of_an_unknown_structure_names_the_users_function(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    loader = DataLoader(data(), 16, collate_fn=Bag)
+    plugin = quiet(budget=8500)
+    message = refusal(make_trainer, tmp_path, plugin, NoFeasiblePlanError, module=BagModel(), loader=loader)
+    assert f"  - smaller slices need less, but the batch is not sliced: {NO_STRUCTURE.rstrip('.')}" in message
+
+
+def test_a_batch_whose_samples_nobody_knows_needs_the_users_function(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    class Bags:
+        def __iter__(self) -> Iterator[Bag]:
+            return iter([Bag([data()[index] for index in range(8)])])
+
+    message = refusal(make_trainer, tmp_path, quiet(), BatchStructureError, module=BagModel(), loader=Bags())
+    assert message == NO_STRUCTURE
+
+
+def test_tokens_that_cannot_be_counted_are_named(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    message = refusal(make_trainer, tmp_path, quiet(loss_weight="tokens"), ConfigurationError)
+    assert message == (
+        "loss_weight='tokens' counts batch['labels'] other than -100, but the batch has type list and no tensor "
+        "'labels' or 'label'. Pass loss_weight= a function of the batch: what its mean loss counts."
+    )
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "message"),
+    [
+        (
+            17,
+            "micro_batch_size=17 is more than the 16 samples of the loader's batch. Use at most 16, or make the "
+            "loader's batch larger.",
+        )
+    ],
+)
+def test_a_micro_batch_above_the_batch_is_refused(
+    micro_batch_size: int, message: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    plugin = quiet(micro_batch_size=micro_batch_size)
+    assert refusal(make_trainer, tmp_path, plugin, ConfigurationError) == message
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            ["net.*", "nett"],
+            "activation_checkpointing pattern 'nett' matches none of the 4 modules of the model. Close names: 'net', "
+            "'net.2', 'net.1'. Patterns are those of fnmatch on qualified names, such as 'blocks.*'.",
+        ),
+        (
+            ["net"[::-1] + ".*"],
+            "activation_checkpointing pattern 'ten.*' matches none of the 4 modules of the model. Close names: "
+            "'net.2', 'net.1', 'net.0'. Patterns are those of fnmatch on qualified names, such as 'blocks.*'.",
+        ),
+        (
+            "blocks",
+            "activation_checkpointing='blocks' found no repeated blocks: no ModuleList or Sequential of the model has "
+            "two members of equal structure. Name modules by patterns, such as ('encoder.layers.*',).",
+        ),
+    ],
+)
+def test_modules_that_do_not_exist_are_refused_with_close_names(
+    asked: Any, message: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    plugin = quiet(activation_checkpointing=asked)
+    assert refusal(make_trainer, tmp_path, plugin, ConfigurationError) == message
+
+
+def with_optimizers(configured: Callable[[Any], Any]) -> Model:
+    class Configured(Model):
+        def configure_optimizers(self) -> Any:
+            return configured(self)
+
+    Configured.__qualname__ = "Mine"
+    return Configured()
+
+
+def sgd(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("configured", "message"),
+    [
+        (
+            lambda module: None,
+            "Mine.configure_optimizers() returned no optimizer, so that there is no optimizer step to plan. Return "
+            "one, such as torch.optim.AdamW(self.parameters()), or set MEMFIT=off in the environment to run without.",
+        ),
+        (
+            lambda module: [sgd(module), sgd(module)],
+            "Mine.configure_optimizers() returned 2 optimizers; automatic optimization steps 1. Return one, or set "
+            "self.automatic_optimization = False and step them in training_step: MemFit leaves such a run alone.",
+        ),
+        (
+            lambda module: 3,
+            "Mine.configure_optimizers() returned a int, which holds no optimizer. Return one, such as "
+            "torch.optim.AdamW(self.parameters()).",
+        ),
+    ],
+)
+def test_anything_but_one_optimizer_is_refused(
+    configured: Any, message: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    module = with_optimizers(configured)
+    assert refusal(make_trainer, tmp_path, quiet(), ConfigurationError, module=module) == message
+
+
+def test_an_error_of_the_users_own_passes_through_untouched(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def broken(module: Any) -> Any:
+        raise KeyError("learning_rate")
+
+    assert refusal(make_trainer, tmp_path, quiet(), KeyError, module=with_optimizers(broken)) == "'learning_rate'"
+
+
+# What is left alone, or works otherwise, and says so.
+
+
+def test_manual_optimization_is_left_alone_and_that_is_said(
+    make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Manual(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    plugin = MemFit(effective_batch_size=64, budget=1)
+    trainer = make_trainer(plugin)
+    trainer.fit(Manual(), DataLoader(data(), 16))
+    assert " ".join(capsys.readouterr().out.split()) == (
+        "MemFit leaves this run alone: manual optimization: training_step runs backward and steps by itself, and this "
+        "release plans automatic optimization only. Nothing is planned, proven or changed."
+    )
+    assert trainer.global_step == 4
+    assert plugin.plan is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("effective", "steps"), [(None, 5), (16, 3)])
+def test_a_loader_without_a_length_works_and_that_is_said(
+    effective: int | None, steps: int, make_trainer: MakeTrainer
+) -> None:
+    plugin = quiet(effective_batch_size=effective)
+    trainer = make_trainer(plugin)
+    trainer.fit(Model(), DataLoader(Stream(40), 8))
+    assert trainer.global_step == steps
+    assert plugin.plan is not None
+    assert plugin.plan.notes[0].startswith("the train loader has no length: optimizer steps per epoch are not known")
+
+
+def test_a_precision_of_the_trainer_beside_memfits_names_both(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match="Choose one") as caught:
+        make_trainer(quiet(effective_batch_size=64), precision="bf16-mixed")
+    assert str(caught.value) == (
+        "Received both `precision=bf16-mixed` and `plugins=MemFit(effective_batch_size=64, precision='auto')`. Choose "
+        "one."
+    )
+
+
+class OtherStrategy:
+    def __init__(self, device: str) -> None:
+        self.root_device = torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "found"),
+    [("cpu", 2, "OtherStrategy on cpu with 2 device(s) x 1 node(s)"), ("cuda", 1, "OtherStrategy on cuda with 1")],
+)
+def test_a_strategy_that_is_not_driven_is_named_with_what_is(
+    device: str, count: int, found: str, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_memfit.preconditions import check_trainer
+
+    class Several:
+        strategy = OtherStrategy(device)
+        num_devices, num_nodes, callbacks = count, 1, ()
+
+    with pytest.raises(UnsupportedError) as caught:
+        check_trainer(Several())
+    assert str(caught.value).startswith(f"MemFit does not drive {found}")
+    assert str(caught.value).endswith(
+        "in this release; it drives SingleDeviceStrategy on cpu with 1 device: Trainer(accelerator='cpu', devices=1). "
+        "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
+    )
+
+
+def test_ddp_is_refused_before_anything_is_planned(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda strategy: None)  # no process group
+    monkeypatch.setattr(DDPStrategy, "_configure_launcher", lambda strategy: None)
+    trainer = make_trainer(quiet(), strategy="ddp")
+    module, loader = Model(), DataLoader(data(), 16)
+    with pytest.raises(UnsupportedError, match=r"^MemFit does not drive DDPStrategy on cpu with 1 device"):
+        trainer.fit(module, loader)
+    assert not list(tmp_path.iterdir())
+
+
+PYTORCH_LIGHTNING = """
+{imports}
+import warnings
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+plugin = MemFit(effective_batch_size=8, micro_batch_size=2, precision="bf16-mixed")
+trainer = pl.Trainer(plugins=[plugin], max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                     enable_progress_bar=False, default_root_dir={root!r})
+trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(16, 4)), 4))
+assert trainer.global_step == 2, trainer.global_step
+assert type(plugin.delegate).__module__.startswith("pytorch_lightning"), type(plugin.delegate)
+assert plugin.measured is not None
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import pytorch_lightning as pl\nfrom lightning_memfit import MemFit",
+        "from lightning_memfit import MemFit\nimport pytorch_lightning as pl",
+    ],
+    ids=["pytorch_lightning first", "lightning_memfit first"],
+)
+def test_trainers_of_pytorch_lightning_work(imports: str, tmp_path: Path) -> None:
+    program = PYTORCH_LIGHTNING.format(imports=imports, root=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "plan.yaml").exists()
