@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
-from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes, tensors_of
 from lightning_memfit.errors import ConfigurationError, MemFitError, TraceError
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.plan import (
@@ -41,7 +41,6 @@ from lightning_memfit.trace.training_step import (
     OptimizerFactory,
     StepProgram,
     program_of,
-    tensors_in_batch,
     trace_window,
 )
 from lightning_memfit.units import parse_bytes
@@ -58,6 +57,7 @@ class Forecaster:
         batch: one collated batch of the loader's size.
         prober: finds the operators' hidden temporaries; ``None`` leaves them out.
         divide: divides the batch into slices of given sizes.
+        samples_of: number of samples in a batch.
         resident_batches: batches alive at the same time.
     """
 
@@ -68,6 +68,7 @@ class Forecaster:
         *,
         prober: OperatorProber | None,
         divide: Divide = split_by_sizes,
+        samples_of: Callable[[Any], int] = batch_size_of,
         resident_batches: int = 1,
     ) -> None:
         self.untraceable: str | None = None
@@ -76,6 +77,7 @@ class Forecaster:
         self._batch = batch
         self._prober = prober
         self._divide = divide
+        self._samples_of = samples_of
         self._resident_batches = resident_batches
         self._timelines: dict[tuple[tuple[str, ...], tuple[int, ...], int], Timeline] = {}
         self._lines: dict[tuple[tuple[str, ...], bool], PeakLine] = {}
@@ -118,7 +120,11 @@ class Forecaster:
     def _divider(self, split: BatchSplit) -> Callable[[Any], Sequence[Any]]:
         if split.num_slices == 1:
             return lambda batch: [batch]
-        return lambda batch: self._divide(batch, split.slice_sizes)
+        samples = self._samples_of(self._batch)
+        sizes = split.slice_sizes
+        if samples != sum(sizes):  # a data set smaller than the loader's batch
+            sizes = balanced_slices(samples, -(-samples // split.micro_batch_size))
+        return lambda batch: self._divide(batch, sizes)
 
     def _traced(self, candidate: Candidate) -> Forecast:
         timeline = self.timeline(candidate)
@@ -154,7 +160,11 @@ class Forecaster:
         try:
             with checkpointed(self._program.module, candidate.checkpointed_modules):
                 return measure_small_steps(
-                    self._program, self._batch, self._divide, zero_gradients_early=candidate.zero_gradients_early
+                    self._program,
+                    self._batch,
+                    self._divide,
+                    samples=self._samples_of(self._batch),
+                    zero_gradients_early=candidate.zero_gradients_early,
                 )
         except TraceError as error:
             raise TraceError(
@@ -339,7 +349,7 @@ def make_plan(
 
 def resident_bytes(module: nn.Module, batch: Any) -> int:
     """Bytes of the distinct storages of a module and a batch, ``meta`` tensors not counted."""
-    tensors = [*module.parameters(), *module.buffers(), *tensors_in_batch(batch)]
+    tensors = [*module.parameters(), *module.buffers(), *tensors_of(batch)]
     real = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"}
     return sum(real.values())
 

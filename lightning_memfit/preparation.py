@@ -243,7 +243,14 @@ def _forecaster(
 
     program = program_of(module, step_context=trainer.precision_plugin.train_step_context, clip_gradients=clip)
     program = replace(program, make_optimizer=lambda: _the_optimizer(module))
-    return Forecaster(program, batch, prober=prober, divide=functions.divide, resident_batches=resident_batches)
+    return Forecaster(
+        program,
+        batch,
+        prober=prober,
+        divide=functions.divide,
+        samples_of=functions.samples_of,
+        resident_batches=resident_batches,
+    )
 
 
 def _floor(candidate: Candidate, module: Any, batch: Any, error: Exception) -> Forecast:

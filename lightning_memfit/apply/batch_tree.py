@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,30 @@ def detach_tensors(value: Any) -> Any:
     if children is None:
         return value
     return _rebuild(value, [detach_tensors(child) for _, child in children])
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same tree with ``function`` of every tensor, those in attributes of objects of unknown classes included."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    children = _children(batch, "")
+    if children is not None:
+        return _rebuild(batch, [map_tensors(child, function) for _, child in children])
+    attributes = _attributes(batch)
+    if not attributes:
+        return batch
+    mapped = copy.copy(batch)
+    vars(mapped).update({name: map_tensors(value, function) for name, value in attributes.items()})
+    return mapped
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Every tensor of the tree, those in attributes of objects of unknown classes included, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    children = _children(batch, "")
+    parts = [child for _, child in children] if children is not None else _attributes(batch).values()
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -271,6 +295,14 @@ def _children(node: Any, path: str) -> list[tuple[str, Any]] | None:
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return [(f"{path}.{spec.name}", getattr(node, spec.name)) for spec in dataclasses.fields(node)]
     return None
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """Attributes of a batch class of the user's own that hold tensors; empty for anything else."""
+    if isinstance(node, (*_SAME_FOR_ALL, type, torch.nn.Module)) or callable(node):
+        return {}
+    held = getattr(node, "__dict__", {})
+    return {name: value for name, value in held.items() if isinstance(value, (Tensor, list, tuple, dict))}
 
 
 def _rebuild(node: Any, children: list[Any]) -> Any:

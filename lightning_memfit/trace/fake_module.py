@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
+from lightning_memfit.apply.batch_tree import map_tensors
 from lightning_memfit.errors import TraceError
 
 
@@ -55,7 +55,7 @@ class FakeTensors:
 
     def of_batch(self, batch: Any) -> Any:
         """The same nested structure with a fake for every tensor."""
-        return tree_map_only(torch.Tensor, self.of, batch)
+        return map_tensors(batch, self.of)
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:

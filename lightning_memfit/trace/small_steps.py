@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_memfit.apply.batch_tree import tensors_of
 from lightning_memfit.errors import TraceError
 from lightning_memfit.plan import MemoryBreakdown, Phase
-from lightning_memfit.trace.training_step import StepProgram, run_window, silenced, tensors_in_batch
+from lightning_memfit.trace.training_step import StepProgram, run_window, silenced
 from lightning_memfit.validate.meter import AllocationMeter, storage_bytes
 from lightning_memfit.validate.snapshot import take_snapshot
 
@@ -55,6 +56,7 @@ def measure_small_steps(
     batch: Any,
     divide: Callable[[Any, Sequence[int]], Sequence[Any]],
     *,
+    samples: int,
     zero_gradients_early: bool,
 ) -> PeakLine:
     """Run two optimizer steps at each of two small micro-batches for real, and put everything back.
@@ -63,16 +65,14 @@ def measure_small_steps(
         program: the step; its module's tensors are real.
         batch: one collated batch.
         divide: (batch, sizes) to slices.
+        samples: samples in the batch.
         zero_gradients_early: gradients are dropped before the forward.
 
     Raises:
         TraceError: if the batch has fewer than two samples, so that there is no line, or the module is on ``meta``.
     """
-    from lightning_memfit.apply.batch_tree import batch_size_of
-
-    if any(tensor.device.type == "meta" for tensor in (*program.module.parameters(), *tensors_in_batch(batch))):
+    if any(tensor.device.type == "meta" for tensor in (*program.module.parameters(), *tensors_of(batch))):
         raise TraceError("tensors on meta cannot be run")
-    samples = batch_size_of(batch)
     if samples < 2:
         raise TraceError(f"a batch of {samples} sample is too small to measure two sizes")
     small, large = (2, 4) if samples >= 4 else (1, 2)
@@ -95,7 +95,7 @@ def _peak(program: StepProgram, batch: Any, divide: Any, size: int, samples: int
         for parameter in module.parameters():
             parameter.grad = None
         optimizer = program.make_optimizer()
-        resident = storage_bytes([*module.parameters(), *module.buffers(), *tensors_in_batch(batch)])
+        resident = storage_bytes([*module.parameters(), *module.buffers(), *tensors_of(batch)])
         with AllocationMeter(resident) as meter:
             for _ in range(2):
                 run_window(program, optimizer, [part], _Silent(), zero_gradients_early=zero_gradients_early)

@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.apply import set_instance_attribute
+from lightning_memfit.apply.batch_tree import tensors_of
 from lightning_memfit.errors import ConfigurationError, TraceError
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.cpu_rules import real_cpu_behaviour
 from lightning_memfit.trace.fake_module import FakeTensors, faked, new_fake_mode
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.tracer import StepTracer, tensors_in
+from lightning_memfit.validate.snapshot import take_snapshot
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], Optimizer]
@@ -171,8 +173,8 @@ def run_window(
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
             raise TraceError(f"training_step returned {type(output).__name__} instead of a loss")
-        if len(slices) > 1:
-            loss = loss / len(slices)
+        loss = loss / len(slices)
+        reported = loss.detach().clone()  # Lightning keeps a copy beside the loss of the graph
         kept.append(_kept(output, detach=len(slices) > 1))
         del output
         observer.after_forward()
@@ -182,7 +184,7 @@ def run_window(
         observer.enter("backward")
         torch.autograd.backward(loss)
         observer.after_backward()
-        del loss
+        del loss, reported
     observer.enter("gradient_clipping")
     program.clip_gradients(optimizer)
     observer.enter("optimizer_step")
@@ -302,7 +304,7 @@ def _traced(
         tracer.add_residents(tensors_in(optimizer.state.get(parameter, {})), "optimizer_states")
         owned[id(parameter)] = {resident.storage for resident in tracer.residents[before:]}
     for fake_batch in fake_batches:
-        tracer.add_residents(tensors_in_batch(fake_batch), "inputs")
+        tracer.add_residents(tensors_of(fake_batch), "inputs")
 
     micro_steps = micro_steps or len(slices)
     traced = _representative(slices, micro_steps)
@@ -341,7 +343,7 @@ def _representative(slices: Sequence[Any], micro_steps: int) -> list[Any]:
 
 
 def _elements(slices: Sequence[Any]) -> int:
-    return sum(tensor.numel() for part in slices for tensor in tensors_in_batch(part))
+    return sum(tensor.numel() for part in slices for tensor in tensors_of(part))
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -358,11 +360,6 @@ def _copy(fakes: FakeTensors, batch: Any) -> Any:
     return FakeTensors(fakes.mode).of_batch(batch)
 
 
-def tensors_in_batch(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch of any nested structure."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
 def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Tensors that modules keep as plain attributes, outside parameters and buffers."""
     for part in module.modules():
@@ -374,8 +371,6 @@ def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Put every submodule's attributes back at the end; tensors are not copied, since fakes stand in for them."""
-    from lightning_memfit.validate.snapshot import take_snapshot
-
     with take_snapshot(module, tensors_in="nowhere"), silenced(module):
         for part in module.modules():
             if _is_metric(part):

@@ -1,4 +1,4 @@
-"""The main job at budgets that need nothing, slices, and slices with checkpointing: same effective batch, peak within."""
+"""The main job at budgets that need nothing, slices, and checkpointing: same effective batch, peak within."""
 
 from __future__ import annotations
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memfit.apply.batch_tree import tensors_of
 from lightning_memfit.forecasting import autocast_context, checkpointed
 from lightning_memfit.plan import MemoryBreakdown, Precision
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
 from lightning_memfit.trace.timeline import Timeline
-from lightning_memfit.trace.training_step import program_of, run_window, silenced, tensors_in_batch, trace_window
+from lightning_memfit.trace.training_step import program_of, run_window, silenced, trace_window
 from lightning_memfit.validate.meter import AllocationMeter, storage_bytes
 
 
@@ -89,8 +90,8 @@ def compare(prober: OperatorProber) -> Callable[..., Compared]:
         probes = prober.probe(timeline.signatures)
         predicted = predict_memory(timeline, probes.results, zero_gradients_early=early)
         with checkpointed(module, checkpoint), silenced(module):
-            attributes = [value for part in module.modules() for value in tensors_in_batch(vars(part))]
-            with AllocationMeter(storage_bytes([*attributes, *tensors_in_batch(batch)])) as meter:
+            attributes = [value for part in module.modules() for value in tensors_of(vars(part))]
+            with AllocationMeter(storage_bytes([*attributes, *tensors_of(batch)])) as meter:
                 real = program.make_optimizer()
                 for _ in range(3):
                     slices = [part for _ in range(accumulate) for part in divide(batch)]

@@ -23,7 +23,7 @@ def masked(module: nn.Module, batch: Tensor) -> Tensor:
 
 def measured(module: nn.Module, batch: Any, loss: Any = masked) -> PeakLine:
     program = program_of(module, loss=loss, optimizer=SGD)
-    return measure_small_steps(program, batch, split_by_sizes, zero_gradients_early=False)
+    return measure_small_steps(program, batch, split_by_sizes, samples=len(batch), zero_gradients_early=False)
 
 
 def test_a_line_passes_through_its_points_and_never_below_the_parameters() -> None:
