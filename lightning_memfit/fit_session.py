@@ -254,7 +254,7 @@ class FitSession:
                 validation_batch=validation_batch,
                 accumulate_grad_batches=plan.split.accumulate_grad_batches,
                 num_profiled_steps=self._request.num_profiled_steps,
-                budget_bytes=self._prepared.budget.budget_bytes,
+                spare_bytes=_spare_bytes(plan),
                 resident_batches=self._prepared.resident_batches,
             )
         except Exception as error:
@@ -271,6 +271,11 @@ class FitSession:
     def _prepared(self) -> Preparation:
         assert self._preparation is not None, "make_plan comes first"
         return self._preparation
+
+
+def _spare_bytes(plan: Plan) -> int:
+    """What the plan's peak leaves of what the process could hold; the snapshot of the warm-up shares it."""
+    return plan.budget.capacity_bytes - plan.budget.non_torch_bytes - plan.forecast.predicted_peak_bytes
 
 
 def _check_evaluation(measurement: Measurement, budget: Budget) -> None:

@@ -44,6 +44,7 @@ from lightning_memfit.trace.training_step import (
     trace_window,
 )
 from lightning_memfit.units import parse_bytes
+from lightning_memfit.validate.meter import storage_bytes
 
 Divide = Callable[[Any, Sequence[int]], Sequence[Any]]
 """(batch, slice sizes) to slices."""
@@ -80,7 +81,7 @@ class Forecaster:
         self._samples_of = samples_of
         self._resident_batches = resident_batches
         self._timelines: dict[tuple[tuple[str, ...], tuple[int, ...], int], Timeline] = {}
-        self._lines: dict[tuple[tuple[str, ...], bool], PeakLine] = {}
+        self._lines: dict[tuple[tuple[str, ...], bool, bool], PeakLine] = {}
 
     def __call__(self, candidate: Candidate) -> Forecast:
         """Forecast one candidate.
@@ -111,7 +112,7 @@ class Forecaster:
                     self._program,
                     self._batch,
                     divide=self._divider(split),
-                    micro_steps=split.num_slices * split.accumulate_grad_batches,
+                    micro_steps=_micro_steps(candidate),
                     resident_batches=self._resident_batches,
                     collect_signatures=self._prober is not None,
                 )
@@ -142,7 +143,7 @@ class Forecaster:
         )
 
     def _extrapolated(self, candidate: Candidate) -> Forecast:
-        key = (candidate.checkpointed_modules, candidate.zero_gradients_early)
+        key = (candidate.checkpointed_modules, _micro_steps(candidate) > 1, candidate.zero_gradients_early)
         if key not in self._lines:
             self._lines[key] = self._measured(candidate)
         line = self._lines[key]
@@ -164,6 +165,7 @@ class Forecaster:
                     self._batch,
                     self._divide,
                     samples=self._samples_of(self._batch),
+                    accumulates=_micro_steps(candidate) > 1,
                     zero_gradients_early=candidate.zero_gradients_early,
                 )
         except TraceError as error:
@@ -172,6 +174,10 @@ class Forecaster:
                 f"instead: {error}. Use a real module and a batch of at least two samples, or a step that needs no "
                 "values."
             ) from error
+
+
+def _micro_steps(candidate: Candidate) -> int:
+    return candidate.split.num_slices * candidate.split.accumulate_grad_batches
 
 
 @contextmanager
@@ -349,9 +355,7 @@ def make_plan(
 
 def resident_bytes(module: nn.Module, batch: Any) -> int:
     """Bytes of the distinct storages of a module and a batch, ``meta`` tensors not counted."""
-    tensors = [*module.parameters(), *module.buffers(), *tensors_of(batch)]
-    real = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"}
-    return sum(real.values())
+    return storage_bytes([*module.parameters(), *module.buffers(), *tensors_of(batch)])
 
 
 def _space(module: nn.Module, request: PlanRequest, whole: BatchSplit) -> SearchSpace:

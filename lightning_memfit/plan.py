@@ -231,8 +231,8 @@ class MemoryBreakdown:
     """Bytes of each category at the peak; they add up to the peak."""
     by_phase: Mapping[str, int] = field(default_factory=dict)
     """The peak within each phase."""
-    peak_phase: str
-    """The phase in which the peak occurs."""
+    peak_phase: Phase | None
+    """The phase in which the peak occurs; ``None`` where only its size is known."""
     peak_op: str | None = None
     """The operator at the peak, such as ``"aten._log_softmax_backward_data.default"``."""
     peak_module: str | None = None

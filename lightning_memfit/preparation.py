@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs, split_by_sizes
 from lightning_memfit.apply.loader import TrainLoader
@@ -114,9 +114,7 @@ class Preparation:
         """
         try:
             return self.forecaster(candidate)
-        except ConfigurationError:
-            raise
-        except Exception as error:
+        except TraceError as error:
             # A step may need what a later hook sets up. The warm-up runs after those, and raises the user's own errors.
             return _floor(candidate, self.module, self.batch, error)
 
@@ -242,7 +240,7 @@ def _forecaster(
         )
 
     program = program_of(module, step_context=trainer.precision_plugin.train_step_context, clip_gradients=clip)
-    program = replace(program, make_optimizer=lambda: _the_optimizer(module))
+    program = replace(program, make_optimizer=lambda: _the_optimizer(trainer, module))
     return Forecaster(
         program,
         batch,
@@ -253,7 +251,7 @@ def _forecaster(
     )
 
 
-def _floor(candidate: Candidate, module: Any, batch: Any, error: Exception) -> Forecast:
+def _floor(candidate: Candidate, module: Any, batch: Any, error: TraceError) -> Forecast:
     parameters = list(module.parameters())
     by_category = {
         "parameters": storage_bytes(parameters),
@@ -261,28 +259,27 @@ def _floor(candidate: Candidate, module: Any, batch: Any, error: Exception) -> F
         "buffers": storage_bytes(list(module.buffers())),
         "inputs": storage_bytes(reachable_tensors([batch])),
     }
-    words = (str(error).strip().splitlines() or ["no message"])[0][:200]
     return Forecast(
         candidate=candidate,
         memory=MemoryBreakdown(
             peak_allocated_bytes=sum(by_category.values()),
             by_category=by_category,
-            peak_phase="forward",
+            peak_phase=None,
             num_parameters=sum(parameter.numel() for parameter in parameters),
         ),
         method="floor",
         notes=(
-            f"before training begins the step can neither be traced nor run ({type(error).__name__}: {words}); the "
+            f"before training begins the step can neither be traced nor run ({error}); the "
             "forecast is only what parameters, gradients, buffers and inputs take, and the warm-up will tell",
         ),
     )
 
 
-def _the_optimizer(module: Any) -> Optimizer:
+def _the_optimizer(trainer: Any, module: Any) -> Optimizer:
     """The one optimizer that automatic optimization steps.
 
     Raises:
-        ConfigurationError: if there is none, or more than one.
+        ConfigurationError: if there is none, or more than one, or it cannot be accumulated for.
     """
     configured, name = module.configure_optimizers(), f"{type(module).__qualname__}.configure_optimizers()"
     try:
@@ -293,6 +290,13 @@ def _the_optimizer(module: Any) -> Optimizer:
             "torch.optim.AdamW(self.parameters())."
         ) from error
     if len(found) == 1:
+        accumulate = trainer.accumulate_grad_batches  # the planned number, while a step is traced
+        if isinstance(found[0], LBFGS) and accumulate > 1:
+            raise ConfigurationError(
+                f"LBFGS runs its closure several times per optimizer step, so that with {accumulate} accumulated "
+                "batches the gradients of the last one would be added several times. Make the loader's batch as large "
+                "as effective_batch_size (MemFit slices it exactly), or use another optimizer."
+            )
         return found[0]
     if not found:
         raise ConfigurationError(

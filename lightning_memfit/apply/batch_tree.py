@@ -101,27 +101,38 @@ def detach_tensors(value: Any) -> Any:
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with ``function`` of every tensor, those in attributes of objects of unknown classes included."""
+    """The same tree with ``function`` of every tensor.
+
+    Of an object of an unknown class the attributes that are tensors, lists, tuples or dicts are looked into, so that a
+    batch class of the user's own is seen; such an object inside another is not.
+    """
+    return _map(batch, function, inside_objects=True)
+
+
+def _map(batch: Any, function: Callable[[Tensor], Tensor], *, inside_objects: bool) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
     children = _children(batch, "")
     if children is not None:
-        return _rebuild(batch, [map_tensors(child, function) for _, child in children])
-    attributes = _attributes(batch)
+        return _rebuild(batch, [_map(child, function, inside_objects=inside_objects) for _, child in children])
+    attributes = _attributes(batch) if inside_objects else {}
     if not attributes:
         return batch
     mapped = copy.copy(batch)
-    vars(mapped).update({name: map_tensors(value, function) for name, value in attributes.items()})
+    vars(mapped).update({name: _map(value, function, inside_objects=False) for name, value in attributes.items()})
     return mapped
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Every tensor of the tree, those in attributes of objects of unknown classes included, in order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    children = _children(batch, "")
-    parts = [child for _, child in children] if children is not None else _attributes(batch).values()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    """Every tensor that :func:`map_tensors` would map, in order."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, keep)
+    return found
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_memfit.apply import Undo, set_instance_attribute
 from lightning_memfit.apply.batch_tree import detach_tensors, join_outputs, weighted_mean
@@ -305,13 +305,12 @@ class _BatchStep:
             undo()
 
 
-def unsliceable_reason(trainer: Any, module: Any, optimizer: Optimizer | None = None) -> str | None:
+def unsliceable_reason(trainer: Any, module: Any) -> str | None:
     """Why the batches of this run cannot be divided, in words; ``None`` if they can.
 
     Args:
         trainer: the Trainer.
         module: the LightningModule.
-        optimizer: the optimizer, where it exists already.
     """
     if not module.automatic_optimization:
         return "manual optimization: training_step runs backward and steps itself"
@@ -324,12 +323,6 @@ def unsliceable_reason(trainer: Any, module: Any, optimizer: Optimizer | None = 
         return f"{len(trainer.optimizers)} optimizers: automatic optimization drives one"
     if trainer.strategy.handles_gradient_accumulation:
         return f"{type(trainer.strategy).__qualname__} accumulates gradients itself"
-    optimizer = optimizer if optimizer is not None else next(iter(trainer.optimizers), None)
-    if isinstance(optimizer, LBFGS) and trainer.accumulate_grad_batches > 1:
-        return (
-            f"LBFGS runs the closure several times per step, and with accumulate_grad_batches="
-            f"{trainer.accumulate_grad_batches} gradients of the last batch would be added several times"
-        )
     return None
 
 

@@ -5,20 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lightning_memfit.plan import MemoryBreakdown
-from lightning_memfit.trace.timeline import Event, Free, Operation, Timeline
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeResult:
-    """What one operator did on the real device, on arguments of the traced shapes."""
-
-    peak_bytes: int
-    """Most bytes alive within the call beyond those alive before it, outputs included."""
-    output_bytes: Mapping[int, int]
-    """Bytes of each output that has a storage of its own, by its position."""
+from lightning_memfit.trace.timeline import Event, Free, Operation, ProbeResult, Timeline
 
 
 def predict_memory(

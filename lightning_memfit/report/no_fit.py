@@ -61,6 +61,8 @@ def _peak_words(best: Forecast) -> str:
     shown = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts if size)
     where = f" at {memory.peak_op}" if memory.peak_op else ""
     where += f" in module {memory.peak_module}" if memory.peak_module else ""
+    if memory.peak_phase is None:
+        return f"Where its peak occurs is not known: {shown}."
     return f"Its predicted peak is in the {memory.peak_phase.replace('_', ' ')}{where}: {shown}."
 
 

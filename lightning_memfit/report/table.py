@@ -131,7 +131,10 @@ def _memory(plan: Plan) -> Iterable[RenderableType]:
     how = _HOW_FOUND[plan.forecast.method]
     yield _heading(f"Memory at the predicted peak (torch allocator, allocated bytes{how})")
     yield _indented(_anatomy(plan))
-    yield _indented(Text.assemble("peak in the ", (_spaced(memory.peak_phase), "bold"), _place(memory)))
+    if memory.peak_phase is None:
+        yield _indented(Text("where in the step the peak occurs is not known"))
+    else:
+        yield _indented(Text.assemble("peak in the ", (_spaced(memory.peak_phase), "bold"), _place(memory)))
     if len(memory.by_phase) > 1:
         phases = (f"{_spaced(phase)} {format_bytes(size)}" for phase, size in memory.by_phase.items())
         yield _indented(Text(f"by phase: {', '.join(phases)}"))

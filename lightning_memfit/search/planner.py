@@ -183,7 +183,7 @@ def _choices(request: PlanRequest, space: SearchSpace, chosen: Forecast, search:
         Choice(
             lever="optimizer_states",
             value="as configured",
-            reason="quantised states are a higher tier, and this plan fits without them",
+            reason="as given" if request.optimizer_states == "as-configured" else "this release does not quantise them",
         ),
     )
 
@@ -244,7 +244,7 @@ def _slicing_choice(space: SearchSpace, chosen: Forecast, search: _Search) -> Ch
         nearest = min(fewer, key=lambda forecast: forecast.predicted_peak_bytes)
         reason = (
             f"the fewest slices that fit: {nearest.candidate.split.num_slices} would need "
-            f"{format_bytes(nearest.predicted_peak_bytes)}"
+            f"{format_bytes(nearest.predicted_peak_bytes)}; costs {split.num_slices} smaller passes per batch"
         )
     return Choice(lever="micro_batch_size", value=value, reason=reason)
 

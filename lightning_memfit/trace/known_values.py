@@ -6,12 +6,14 @@ Adapter for private names of torch: ``torch.utils._mode_utils.no_dispatch``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memfit.trace.tensors import tensors_in
 
 LARGEST = 2**20
 """Elements above which a value is not followed: masks of (batch, heads, sequence, sequence) would cost real memory."""
@@ -52,7 +54,7 @@ class KnownValues:
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operator ran on fakes: compute its values too, if those of all its arguments are known."""
-        tensors = list(_tensors_in((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         if func._schema.is_mutable:
             self._forget(tensors)
             return
@@ -88,14 +90,3 @@ class KnownValues:
 
 def _is_countable(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= LARGEST
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)

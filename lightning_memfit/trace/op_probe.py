@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from lightning_memfit.predict.memory import ProbeResult
 from lightning_memfit.trace import op_probe_worker
-from lightning_memfit.trace.timeline import Signature, TensorShape
+from lightning_memfit.trace.timeline import ProbeResult, Signature, TensorShape
 
 _WORKER = Path(op_probe_worker.__file__)
 

@@ -35,7 +35,7 @@ class PeakLine:
         return MemoryBreakdown(
             peak_allocated_bytes=peak,
             by_category={"parameters": self.parameter_bytes, "unattributed": peak - self.parameter_bytes},
-            peak_phase="forward",
+            peak_phase=None,
             num_parameters=self.num_parameters,
         )
 
@@ -57,6 +57,7 @@ def measure_small_steps(
     divide: Callable[[Any, Sequence[int]], Sequence[Any]],
     *,
     samples: int,
+    accumulates: bool,
     zero_gradients_early: bool,
 ) -> PeakLine:
     """Run two optimizer steps at each of two small micro-batches for real, and put everything back.
@@ -66,6 +67,7 @@ def measure_small_steps(
         batch: one collated batch.
         divide: (batch, sizes) to slices.
         samples: samples in the batch.
+        accumulates: whether an optimizer step has more than one slice, so that gradients live through a forward.
         zero_gradients_early: gradients are dropped before the forward.
 
     Raises:
@@ -76,7 +78,8 @@ def measure_small_steps(
     if samples < 2:
         raise TraceError(f"a batch of {samples} sample is too small to measure two sizes")
     small, large = (2, 4) if samples >= 4 else (1, 2)
-    peaks = {size: _peak(program, batch, divide, size, samples, zero_gradients_early) for size in (small, large)}
+    parts = {size: divide(batch, (size, samples - size))[0] if size < samples else batch for size in (small, large)}
+    peaks = {size: _peak(program, batch, parts[size], 1 + accumulates, zero_gradients_early) for size in (small, large)}
     slope = max(0, (peaks[large] - peaks[small]) // (large - small))
     parameters = list(program.module.parameters())
     return PeakLine(
@@ -88,8 +91,7 @@ def measure_small_steps(
     )
 
 
-def _peak(program: StepProgram, batch: Any, divide: Any, size: int, samples: int, zero_gradients_early: bool) -> int:
-    part = divide(batch, (size, samples - size))[0] if size < samples else batch
+def _peak(program: StepProgram, batch: Any, part: Any, repeats: int, zero_gradients_early: bool) -> int:
     module = program.module
     with take_snapshot(module), silenced(module):
         for parameter in module.parameters():
@@ -98,5 +100,5 @@ def _peak(program: StepProgram, batch: Any, divide: Any, size: int, samples: int
         resident = storage_bytes([*module.parameters(), *module.buffers(), *tensors_of(batch)])
         with AllocationMeter(resident) as meter:
             for _ in range(2):
-                run_window(program, optimizer, [part], _Silent(), zero_gradients_early=zero_gradients_early)
+                run_window(program, optimizer, [part] * repeats, _Silent(), zero_gradients_early=zero_gradients_early)
         return meter.peak_allocated_bytes

@@ -111,3 +111,13 @@ class Timeline:
     def resident_bytes(self) -> int:
         """Bytes alive when the step begins."""
         return sum(resident.allocated_bytes for resident in self.residents)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """What one operator did on the real device, on arguments of the traced shapes."""
+
+    peak_bytes: int
+    """Most bytes alive within the call beyond those alive before it, outputs included."""
+    output_bytes: Mapping[int, int]
+    """Bytes of each output that has a storage of its own, by its position."""

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from lightning_memfit.plan import Category, Phase
 from lightning_memfit.trace.cpu_rules import as_on_cpu
 from lightning_memfit.trace.known_values import KnownValues
+from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import (
     Event,
     Free,
@@ -81,18 +82,6 @@ _OWN_FLOPS: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and mappings (faster than a pytree for operator arguments)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]

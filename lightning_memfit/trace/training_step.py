@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.apply import set_instance_attribute
 from lightning_memfit.apply.batch_tree import tensors_of
-from lightning_memfit.errors import ConfigurationError, TraceError
+from lightning_memfit.errors import ConfigurationError, MemFitError, TraceError, is_out_of_memory
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.cpu_rules import real_cpu_behaviour
 from lightning_memfit.trace.fake_module import FakeTensors, faked, new_fake_mode
+from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import Timeline
-from lightning_memfit.trace.tracer import StepTracer, tensors_in
+from lightning_memfit.trace.tracer import StepTracer
 from lightning_memfit.validate.snapshot import take_snapshot
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -168,7 +169,7 @@ def run_window(
         observer.enter("forward")
         if index and index + 1 == len(slices):
             kept.append(_like(kept[-1], times=slices_left_out))
-        with program.step_context():
+        with _users_code(), program.step_context():
             output = program.compute_loss(part)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
@@ -182,13 +183,31 @@ def run_window(
             observer.enter("zero_grad")
             program.zero_gradients(optimizer)
         observer.enter("backward")
-        torch.autograd.backward(loss)
+        with _users_code():
+            torch.autograd.backward(loss)
         observer.after_backward()
         del loss, reported
     observer.enter("gradient_clipping")
-    program.clip_gradients(optimizer)
-    observer.enter("optimizer_step")
-    optimizer.step()
+    with _users_code():
+        program.clip_gradients(optimizer)
+        observer.enter("optimizer_step")
+        optimizer.step()
+
+
+@contextmanager
+def _users_code() -> Iterator[None]:
+    """What the user's step raises becomes a :class:`TraceError`, so that the caller can fall back and say why.
+
+    MemFit's own errors and those of memory pass through, and so does everything raised outside of this context.
+    """
+    try:
+        yield
+    except MemFitError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise TraceError(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
 def _kept(output: Any, *, detach: bool) -> list[torch.Tensor]:
@@ -264,11 +283,6 @@ def trace_window(
             tracer,
         ):
             return _traced(program, fakes, tracer, batch, divide, micro_steps, resident_batches)
-    except TraceError:
-        raise
-    except Exception as error:
-        # Whatever a user's step raises on fakes, it may run on real tensors: the caller falls back and says why.
-        raise TraceError(f"{type(error).__name__}: {_first_line(error)}") from error
     finally:
         tracer.stop_following()
 
@@ -288,11 +302,13 @@ def _traced(
         fake_batches = [fakes.of_batch(batch)] + [_copy(fakes, batch) for _ in range(resident_batches - 1)]
         tracer.known.tell(fakes.pairs())
         slices = list(divide(fake_batches[0]))
-        optimizer = program.make_optimizer()
+        with _users_code():
+            optimizer = program.make_optimizer()
         _check_parameters(optimizer, parameters)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        optimizer.step()
+        with _users_code():
+            optimizer.step()
     tracer.add_residents(parameters, "parameters")
     tracer.add_residents(module.buffers(), "buffers")
     tracer.add_residents(_loose_tensors(module), "buffers")

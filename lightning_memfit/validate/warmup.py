@@ -28,8 +28,6 @@ from lightning_memfit.validate.tensor_vault import TensorsIn
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _LOGGER_FACTS = ("name", "version", "save_dir", "log_dir", "root_dir")
-# Kept in memory only where the copy is small beside what a plan may use: on a host both share one memory.
-_SNAPSHOT_SHARE = 8
 # A gradient scaler skips steps until its scale fits; states do not exist before a step that is not skipped.
 _SKIPPED_STEPS = 20
 
@@ -42,7 +40,7 @@ def run_warmup(
     validation_batch: Any | None = None,
     accumulate_grad_batches: int,
     num_profiled_steps: int,
-    budget_bytes: int,
+    spare_bytes: int,
     resident_batches: int = 1,
     snapshot_in: Literal["auto", "memory", "disk"] = "auto",
     meter: Callable[[int], Meter] = AllocationMeter,
@@ -58,14 +56,15 @@ def run_warmup(
     Args:
         trainer: the user's Trainer, fitting, with optimizers made.
         module: its LightningModule.
-        batch: one collated batch, as the loader gives it: the worst one.
+        batch: one collated batch, as the loader gives it.
         validation_batch: one batch of the first validation loader; ``None`` if the run does not validate.
         accumulate_grad_batches: Lightning batches per optimizer step, equal to the trainer's.
         num_profiled_steps: optimizer steps to run; from the second on the optimizer's states exist.
-        budget_bytes: what a plan may use; decides where ``"auto"`` keeps the snapshot.
+        spare_bytes: what the plan's peak leaves of the device; decides where ``"auto"`` keeps the snapshot.
         resident_batches: batches that training holds at the same time (2 where Lightning fetches one ahead); the
             warm-up holds one, and the others are added to what is resident.
-        snapshot_in: ``"memory"``, ``"disk"``, or ``"auto"``: in memory up to an eighth of the budget.
+        snapshot_in: ``"memory"``, ``"disk"``, or ``"auto"``: in memory where it fits into half of what is
+            spare, since on a host both share one memory.
         meter: makes the meter from the bytes that are resident at its start.
 
     Returns:
@@ -79,7 +78,7 @@ def run_warmup(
     _check_supported(trainer, module)
     run = _WarmUp(trainer=trainer, module=module, call=_lightning(trainer, "trainer.call"))
     roots = [*_roots(trainer), batch, validation_batch]
-    where = _place(snapshot_in, budget_bytes, [module, *trainer.optimizers, batch, validation_batch])
+    where = _place(snapshot_in, spare_bytes, [module, *trainer.optimizers, batch, validation_batch])
     with (
         take_snapshot(
             module,
@@ -227,10 +226,10 @@ def _scalers(trainer: Any) -> list[Any]:
     return [scaler for scaler in found if scaler is not None]
 
 
-def _place(snapshot_in: Literal["auto", "memory", "disk"], budget_bytes: int, roots: list[Any]) -> TensorsIn:
+def _place(snapshot_in: Literal["auto", "memory", "disk"], spare_bytes: int, roots: list[Any]) -> TensorsIn:
     if snapshot_in != "auto":
         return snapshot_in
-    return "memory" if storage_bytes(reachable_tensors(roots)) * _SNAPSHOT_SHARE <= budget_bytes else "disk"
+    return "memory" if 2 * storage_bytes(reachable_tensors(roots)) <= spare_bytes else "disk"
 
 
 def _drop_gradients(module: Any, optimizers: list[Any]) -> None:

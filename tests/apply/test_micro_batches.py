@@ -658,10 +658,8 @@ def test_what_cannot_be_divided_is_said(pl: Any, change: Any, methods: dict[str,
     assert unsliceable_reason(make_trainer(pl), module) == reason
 
 
-def test_lbfgs_with_accumulation_and_several_optimizers_are_not_divided(pl: Any) -> None:
-    trainer, module = make_trainer(pl, accumulate_grad_batches=2), make_module(pl)
-    reason = unsliceable_reason(trainer, module, torch.optim.LBFGS(module.parameters()))
-    assert reason is not None and "accumulate_grad_batches=2" in reason
+def test_several_optimizers_are_not_divided(pl: Any) -> None:
+    trainer, module = make_trainer(pl), make_module(pl)
     trainer.strategy.optimizers = [module.configure_optimizers(), module.configure_optimizers()]
     assert unsliceable_reason(trainer, module) == "2 optimizers: automatic optimization drives one"
 

@@ -58,9 +58,8 @@ def module_name(path: Path) -> str:
 
 def pure_sources() -> list[Path]:
     named = [PACKAGE / name for name in PURE]
-    return [path for path in named if path.exists()] + [
-        path for room in PURE_ROOMS for path in sorted((PACKAGE / room).rglob("*.py"))
-    ]
+    assert all(path.exists() for path in named), f"a pure file was renamed: {named}"
+    return named + [path for room in PURE_ROOMS for path in sorted((PACKAGE / room).rglob("*.py"))]
 
 
 def impurities(source: str) -> list[str]:

@@ -1,10 +1,10 @@
 """Trains the demo's model on the demo's batch under a hard limit; a process of its own, since limits cannot be lifted.
 
-    python tests/e2e/hard_limit_child.py (plain|memfit) (allocator|rlimit) LIMIT_BYTES [LIBRARY]
+    python tests/e2e/hard_limit_child.py (plain|memfit) (allocator|rlimit) BYTES [LIBRARY]
 
-Prints one line of JSON: whether it trained, the error otherwise, and the plan. ``LIMIT_BYTES`` is what the model, the
-batch and the steps may take: with ``allocator`` of the counting allocator's bytes, with ``rlimit`` of the data segment
-(``RLIMIT_DATA``), where it comes on top of what the process holds already.
+Prints one line of JSON: whether it trained, the error otherwise, and the plan. With ``allocator`` the model, the batch
+and the steps may take ``BYTES`` of the counting allocator. With ``rlimit`` the data segment (``RLIMIT_DATA``) is limited
+to what the process holds, what the plan may use, and ``BYTES`` beside torch's blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
 
 from benchmarks.allocator.budget_allocator import BudgetAllocator
-from lightning_memfit import MemFit
+from lightning_memfit import MemFit, make_plan
 from lightning_memfit.config import register_configs
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -47,6 +47,19 @@ def limit(how: str, size: int, library: str) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (total, total))
 
 
+def planned_budget_bytes(config: Any, loader: Any) -> int:
+    """What the plan of this job may use."""
+    plan = make_plan(
+        instantiate(config.model),
+        next(iter(loader)),
+        effective_batch_size=config.memfit.effective_batch_size,
+        optimizer=torch.optim.AdamW,  # the module's own asks its Trainer for the length of its schedule
+        budget=config.memfit.budget,
+        probe_operators=False,
+    )
+    return plan.budget.budget_bytes
+
+
 def main(mode: str, how: str, size: int, library: str = "") -> dict[str, Any]:
     """Train two optimizer steps and one validation batch; what happened."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -63,6 +76,8 @@ def main(mode: str, how: str, size: int, library: str = "") -> dict[str, Any]:
     loaders = data.train_dataloader(), data.val_dataloader()
     memfit = [MemFit(config.memfit.effective_batch_size, budget=config.memfit.budget, verbose=False, cache_dir=None)]
     torch.ones(8, requires_grad=True).sum().backward()  # what torch itself takes once, before the limit
+    if how == "rlimit":
+        size += planned_budget_bytes(config, loaders[0])
     limit(how, size, library)
     trainer = Trainer(
         accelerator="cpu", max_steps=2, limit_val_batches=1, logger=False, enable_checkpointing=False,

@@ -570,3 +570,18 @@ def test_trainers_of_pytorch_lightning_work(imports: str, tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "plan.yaml").exists()
+
+
+def test_lbfgs_is_refused_where_batches_are_accumulated(make_trainer: MakeTrainer) -> None:
+    class WithLBFGS(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    trainer = make_trainer(MemFit(effective_batch_size=16, verbose=False))
+    with pytest.raises(ConfigurationError) as refused:
+        trainer.fit(WithLBFGS(), DataLoader(data(), batch_size=4))
+    assert str(refused.value) == (
+        "LBFGS runs its closure several times per optimizer step, so that with 4 accumulated batches the gradients of "
+        "the last one would be added several times. Make the loader's batch as large as effective_batch_size (MemFit "
+        "slices it exactly), or use another optimizer."
+    )

@@ -52,8 +52,8 @@ def test_under_the_demos_budget_plain_lightning_runs_out_of_memory_and_memfit_tr
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts private mappings on Linux only")
 def test_under_a_limit_on_the_data_segment_plain_lightning_dies_and_memfit_trains(tmp_path: Path) -> None:
-    plain = train(tmp_path, "plain", "rlimit", DEMO_BUDGET + BESIDE_TORCH)
+    plain = train(tmp_path, "plain", "rlimit", BESIDE_TORCH)
     assert not plain["trained"]
     assert "can't allocate memory" in plain["message"]
-    with_memfit = train(tmp_path, "memfit", "rlimit", DEMO_BUDGET + BESIDE_TORCH)
+    with_memfit = train(tmp_path, "memfit", "rlimit", BESIDE_TORCH)
     assert with_memfit["trained"], with_memfit

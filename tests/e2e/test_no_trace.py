@@ -5,6 +5,7 @@ Run with ``pytest tests/e2e/test_no_trace.py``. Every run with MemFit is compare
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 from collections import Counter, deque
@@ -14,6 +15,7 @@ from typing import Any
 
 import lightning
 import numpy as np
+import psutil
 import pytest
 import torch
 import torchmetrics
@@ -493,3 +495,33 @@ def test_the_loaders_hooks_run_once(mode: str, make_trainer: MakeTrainer) -> Non
 
 CALLS: Counter[str] = Counter()
 """Outside of the module, so that nothing restores it."""
+
+
+class Small(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files and children are read from /proc")
+def test_real_probing_leaves_no_child_process_and_no_open_file(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the operators are probed for real here
+
+    def state() -> tuple[int, list[int]]:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir())), [child.pid for child in psutil.Process().children()]
+
+    before = state()
+    plugin = MemFit(effective_batch_size=8, micro_batch_size=2, cache_dir=tmp_path / "cache", verbose=False)
+    make_trainer(plugin, max_steps=1).fit(Small(), DataLoader(torch.randn(8, 4), batch_size=8))
+    assert plugin.measured is not None
+    assert list((tmp_path / "cache").glob("operators-*.json"))  # it did probe
+    assert state() == before

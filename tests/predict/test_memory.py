@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memfit.plan import CATEGORIES, PHASES
-from lightning_memfit.predict.memory import ProbeResult, predict_memory
-from lightning_memfit.trace.timeline import Event, Free, Operation, Output, Resident, Timeline
+from lightning_memfit.predict.memory import predict_memory
+from lightning_memfit.trace.timeline import Event, Free, Operation, Output, ProbeResult, Resident, Timeline
 
 
 def op(

@@ -93,7 +93,8 @@ def test_slicing_is_taken_before_recomputing_and_no_finer_than_needed() -> None:
     assert plan.split.slice_sizes == (4, 4, 4, 4)
     assert plan.candidate.activation_checkpointing == "none"
     reason = choice(plan, "micro_batch_size").reason
-    assert reason == "the fewest slices that fit: 3 would need 1.562 KiB"  # 1000 + 100 x 6 = 1600 B
+    # 1000 + 100 x 6 = 1600 B
+    assert reason == "the fewest slices that fit: 3 would need 1.562 KiB; costs 4 smaller passes per batch"
 
 
 def test_recomputing_is_taken_where_no_slice_is_small_enough() -> None:

@@ -23,7 +23,9 @@ def masked(module: nn.Module, batch: Tensor) -> Tensor:
 
 def measured(module: nn.Module, batch: Any, loss: Any = masked) -> PeakLine:
     program = program_of(module, loss=loss, optimizer=SGD)
-    return measure_small_steps(program, batch, split_by_sizes, samples=len(batch), zero_gradients_early=False)
+    return measure_small_steps(
+        program, batch, split_by_sizes, samples=len(batch), accumulates=False, zero_gradients_early=False
+    )
 
 
 def test_a_line_passes_through_its_points_and_never_below_the_parameters() -> None:
@@ -71,7 +73,7 @@ def test_the_module_is_as_before_also_when_the_step_raises(fails: bool) -> None:
     batch = torch.rand(8, 4)
     random_state = torch.get_rng_state()
     if fails:
-        with pytest.raises(KeyError):
+        with pytest.raises(TraceError, match="KeyError: 'on purpose'"):
             measured(module, batch, loss)
     else:
         measured(module, batch, loss)

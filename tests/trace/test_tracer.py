@@ -45,7 +45,7 @@ def test_a_linear_layer_under_sgd_with_momentum_is_followed_byte_by_byte() -> No
     assert timeline.resident_bytes == 256
     assert timeline.num_parameters == 18
     # Forward: 256 + output 24 + loss 4. Lightning divides the loss and keeps a copy of it. The engine is given a one.
-    # Backward: the old gradients (72) are gone; output (24) died with the sum, the loss (4) with its division; alive are
+    # Backward: the old gradients (72) are gone; output (24) died with the sum, the loss (4) with its division; left are
     # the divided loss 4, its copy 4, the one 4, and the one divided 4.
     # At the peak, output and loss are temporaries: neither outlives the forward.
     # addmm's backward: weight gradient 60, bias gradient 12 (as 1 x 3), nothing of the input: 256 - 72 + 16 + 72.

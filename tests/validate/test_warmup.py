@@ -111,7 +111,7 @@ class WarmUp(Callback):
 
     def __init__(self, moment: str, **settings: Any) -> None:
         self.moment = moment
-        self.settings = {"num_profiled_steps": 2, "budget_bytes": 100 * MIB, **settings}
+        self.settings = {"num_profiled_steps": 2, "spare_bytes": 100 * MIB, **settings}
         self.measurement: Measurement | None = None
         self.before: Any = None
         self.after: Any = None
@@ -349,7 +349,7 @@ def test_the_measured_peaks_are_those_worked_out_by_hand(tmp_path: Path) -> None
                 validation_batch=[torch.ones(1024, 256)],
                 accumulate_grad_batches=1,
                 num_profiled_steps=2,
-                budget_bytes=100 * MIB,
+                spare_bytes=100 * MIB,
             )
 
     measure = Measure()
@@ -379,7 +379,7 @@ def test_states_that_exist_already_are_resident_and_gradients_are_not(tmp_path: 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             settings: dict[str, Any] = {
                 "trainer": trainer, "module": pl_module, "batch": [torch.ones(4, 256)],
-                "accumulate_grad_batches": 1, "num_profiled_steps": 2, "budget_bytes": 100 * MIB,
+                "accumulate_grad_batches": 1, "num_profiled_steps": 2, "spare_bytes": 100 * MIB,
             }  # fmt: skip
             self.fresh = run_warmup(**settings)
             pl_module.layer(torch.ones(1, 256)).sum().backward()
@@ -414,7 +414,7 @@ def test_every_batch_of_a_window_is_the_one_that_was_given(tmp_path: Path) -> No
     class Measure(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             settings: dict[str, Any] = {"trainer": trainer, "module": pl_module, "batch": [torch.ones(4, 256)]}
-            run_warmup(**settings, accumulate_grad_batches=2, num_profiled_steps=2, budget_bytes=100 * MIB)
+            run_warmup(**settings, accumulate_grad_batches=2, num_profiled_steps=2, spare_bytes=100 * MIB)
             assert sums == [2 * 4 * 256] * 4
             sums.clear()
 
@@ -441,7 +441,7 @@ def test_steps_that_a_gradient_scaler_skips_do_not_count(tmp_path: Path) -> None
                 "batch": [torch.ones(4, 256)],
                 "accumulate_grad_batches": 1,
                 "num_profiled_steps": 2,
-                "budget_bytes": 100 * MIB,
+                "spare_bytes": 100 * MIB,
             }
             self.measured = run_warmup(**settings)
             self.scale = trainer.precision_plugin.scaler.get_scale()
@@ -481,7 +481,7 @@ def test_manual_optimization_is_measured_too(tmp_path: Path) -> None:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.measured = run_warmup(
                 trainer=trainer, module=pl_module, batch=[torch.ones(4, 256)], accumulate_grad_batches=1,
-                num_profiled_steps=2, budget_bytes=100 * MIB,
+                num_profiled_steps=2, spare_bytes=100 * MIB,
             )  # fmt: skip
             assert pl_module.stepped == 0
             assert trainer.global_step == 0
@@ -527,7 +527,7 @@ def test_a_step_that_takes_an_iterator_is_refused_with_a_way_out() -> None:
     with pytest.raises(UnsupportedError, match=r"Iterating\.training_step\(dataloader_iter\).*`batch`.*MEMFIT=off"):
         run_warmup(
             trainer=trainer, module=Iterating(), batch=None, accumulate_grad_batches=1, num_profiled_steps=2,
-            budget_bytes=1,
+            spare_bytes=1,
         )  # fmt: skip
 
 
@@ -537,5 +537,5 @@ def test_a_lightning_that_changed_is_named_with_what_is_missing(monkeypatch: pyt
     with pytest.raises(UnsupportedError, match=r"Lightning 2\..* has no _TrainingEpochLoop\._build_kwargs"):
         run_warmup(
             trainer=trainer, module=OneLinear(), batch=None, accumulate_grad_batches=1, num_profiled_steps=2,
-            budget_bytes=1,
+            spare_bytes=1,
         )  # fmt: skip
