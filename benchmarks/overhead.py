@@ -122,13 +122,18 @@ class Overhead:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the target is for this workload, and the pairs scatter too much to tell."""
-        return self.has_target and max(self.overhead.uncertainty, self.noise.uncertainty) > TARGET
+        """Whether the target is for this workload, and lies within what the pairs leave open."""
+        return self.has_target and abs(self.overhead.median - TARGET) <= self.uncertainty
 
     @property
     def missed(self) -> bool:
-        """Whether the target is for this workload, and missed as far as the pairs tell."""
-        return self.has_target and not self.is_undecided and self.overhead.median > TARGET
+        """Whether the target is for this workload, and missed by more than the pairs leave open."""
+        return self.has_target and self.overhead.median - self.uncertainty > TARGET
+
+    @property
+    def uncertainty(self) -> float:
+        """How far the median may be off: the larger of its own 95 % interval and that of the noise floor."""
+        return max(self.overhead.uncertainty, self.noise.uncertainty)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,13 +349,10 @@ def verdict(result: Overhead) -> str:
     """Whether the target was met, and what that is worth."""
     if not result.has_target:
         return f"{result.name}: {100 * result.overhead.median:+.2f} %, no target"
-    text = f"{result.name}: {100 * result.overhead.median:+.2f} %, target {100 * TARGET:.0f} %"
+    median, uncertainty = 100 * result.overhead.median, 100 * result.uncertainty
+    text = f"{result.name}: {median:+.2f} +- {uncertainty:.2f} %, target {100 * TARGET:.0f} %"
     if result.is_undecided:
-        uncertainty = max(result.overhead.uncertainty, result.noise.uncertainty)
-        return (
-            f"undecided: {text}; the pairs scatter so much that their median is known to "
-            f"{100 * uncertainty:.1f} % only. Repeat it on a quiet machine, or with more --rounds"
-        )
+        return f"undecided: {text}. Repeat it on a quiet machine, or with more --rounds"
     return f"{'missed' if result.missed else 'met'}: {text}"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs, split_by_sizes
+from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs, split_by_sizes, tensors_of
 from lightning_memfit.apply.loader import TrainLoader
 from lightning_memfit.apply.micro_batches import unsliceable_reason
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
@@ -225,7 +225,7 @@ def prepare(
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch)),
         forecaster=_forecaster(trainer, module, batch, functions, prober, resident_batches),
         resident_batches=resident_batches,
-        notes=_notes(trainer, loader, loader_plan),
+        notes=_notes(trainer, batch, loader, loader_plan),
     )
 
 
@@ -319,8 +319,16 @@ def _num_batches(loader: TrainLoader, loader_plan: LoaderPlan) -> int | None:
     return loader.num_batches_at(loader_plan.loader_batch_size if loader_plan.rebuilt else None)
 
 
-def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
-    notes = [loader_plan.reason] if loader_plan.rebuilt else []
+def _shapes(batch: Any) -> str:
+    tensors = tensors_of(batch)
+    shown = [f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors[:3]]
+    return ", ".join(shown) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+
+
+def _notes(trainer: Any, batch: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
+    notes = [f"forecast and proof are those of the first batch ({_shapes(batch)}); a larger one would need more"]
+    if loader_plan.rebuilt:
+        notes.append(loader_plan.reason)
     batches, accumulate = _num_batches(loader, loader_plan), loader_plan.accumulate_grad_batches
     before = optimizer_steps_per_epoch(loader.num_batches, trainer.accumulate_grad_batches)
     after = optimizer_steps_per_epoch(batches, accumulate)

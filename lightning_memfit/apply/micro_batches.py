@@ -356,7 +356,7 @@ def _automatic_optimization(trainer: Any) -> Any:
         package = sys.modules[type(epoch_loop).__module__.partition(".")[0]]
         raise UnsupportedError(
             f"{package.__name__} {getattr(package, '__version__', '?')} has no {', '.join(missing)}, through which "
-            "MemFit divides batches: this release changed them. Use a Lightning release that MemFit lists."
+            "MemFit divides batches: this release changed them. Use Lightning 2.5 or 2.6, or set MEMFIT=off."
         )
     return loop
 

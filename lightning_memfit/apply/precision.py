@@ -60,7 +60,7 @@ def install_rescale(delegate: Any, rescale: Callable[[Any], None]) -> Undo:
     if after_closure is None:
         raise UnsupportedError(
             f"{type(delegate).__module__}.{type(delegate).__qualname__} has no method `_after_closure`, in which "
-            "MemFit rescales gradients: this release changed it. Use a Lightning release that MemFit lists."
+            "MemFit rescales gradients: this release changed it. Use Lightning 2.5 or 2.6, or MEMFIT=off."
         )
 
     def rescale_then_continue(model: Any, optimizer: Any) -> None:

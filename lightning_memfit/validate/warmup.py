@@ -304,5 +304,5 @@ def _check_supported(trainer: Any, module: Any) -> None:
         version = importlib.import_module(_lightning(trainer, "trainer").__name__.partition(".")[0]).__version__
         raise UnsupportedError(
             f"Lightning {version} has no {', '.join(missing)}, through which MemFit runs its memory warm-up: this "
-            "release changed them. Use a Lightning release that MemFit lists."
+            "release changed them. Use Lightning 2.5 or 2.6, or set MEMFIT=off for that run."
         )

@@ -60,14 +60,15 @@ def test_the_target_is_for_workloads_that_have_one() -> None:
 
 
 def test_pairs_that_scatter_too_much_decide_nothing() -> None:
-    assert verdict(measured(1.01, 0.001)) == "met: small GPT: +1.00 %, target 2 %"
-    assert verdict(measured(1.03, 0.001)) == "missed: small GPT: +3.00 %, target 2 %"
+    # Noise ratios 0.999 and 1.001: quartiles of 0.05 % to either side, 1.57 x 0.1 % / sqrt(2) = 0.11 %.
+    assert verdict(measured(1.01, 0.001)) == "met: small GPT: +1.00 +- 0.11 %, target 2 %"
+    assert verdict(measured(1.03, 0.001)) == "missed: small GPT: +3.00 +- 0.11 %, target 2 %"
+    assert measured(1.0195, 0.001).is_undecided
     # Noise ratios 0.9 and 1.1: quartiles of 5 % to either side, 1.57 x 10 % / sqrt(2) = 11.1 %.
     wide = measured(1.03, 0.1)
     assert wide.is_undecided
     assert not wide.missed
-    assert verdict(wide).startswith("undecided: small GPT: +3.00 %, target 2 %; ")
-    assert "known to 11.1 % only" in verdict(wide)
+    assert verdict(wide).startswith("undecided: small GPT: +3.00 +- 11.10 %, target 2 %. ")
 
 
 def test_a_workload_without_a_target_is_only_reported() -> None:

@@ -3,8 +3,8 @@
     python tests/e2e/hard_limit_child.py (plain|memfit) (allocator|rlimit) BYTES [LIBRARY]
 
 Prints one line of JSON: whether it trained, the error otherwise, and the plan. With ``allocator`` the model, the batch
-and the steps may take ``BYTES`` of the counting allocator. With ``rlimit`` the data segment (``RLIMIT_DATA``) is limited
-to what the process holds, what the plan may use, and ``BYTES`` beside torch's blocks.
+and the steps may take ``BYTES`` of the counting allocator. With ``rlimit``, ``RLIMIT_DATA`` is set to
+what the process has now, what the plan may use, and ``BYTES`` beside torch's blocks.
 """
 
 from __future__ import annotations
