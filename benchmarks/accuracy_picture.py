@@ -63,7 +63,7 @@ def draw(results: dict[str, Any]) -> Any:
         (0.2, "raw_error", "#4E79A7", "with probes, before anything ran"),
     ):
         values = [100 * max(abs(case[field]) for case in worst[model]) for model in models]
-        bars = right.barh([row + offset for row in rows], [max(value, 1e-7) for value in values], 0.38, color=colour)
+        bars = right.barh([row + offset for row in rows], [max(value, 1e-3) for value in values], 0.38, color=colour)
         labels = right.bar_label(bars, [_percent(value) for value in values], fontsize=8, padding=3)
         for label_text in labels:
             label_text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
@@ -71,10 +71,10 @@ def draw(results: dict[str, Any]) -> Any:
     right.axvline(100 * results["targets"]["raw_every_case"], color="#E15759", linewidth=1, linestyle="--")
     right.text(0.55, -0.72, "target: 0.5 %", color="#E15759", fontsize=8)
     right.set_xscale("log")
-    right.set(xlim=(1e-7, 2e3), xlabel="largest error of a model's 8 settings, % of the measured peak")
+    right.set(xlim=(1e-3, 1e3), xlabel="largest error of a model's 8 settings, % of the measured peak")
     right.set_yticks(list(rows), [names[model].split(",")[0] for model in models])
     right.invert_yaxis()
-    right.legend(fontsize=8, frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.79))
+    right.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.13), ncol=2)
     right.set_title("Largest error", fontsize=10)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

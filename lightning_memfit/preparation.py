@@ -326,9 +326,7 @@ def _shapes(batch: Any) -> str:
 
 
 def _notes(trainer: Any, batch: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
-    notes = [f"forecast and proof are those of the first batch ({_shapes(batch)}); a larger one would need more"]
-    if loader_plan.rebuilt:
-        notes.append(loader_plan.reason)
+    notes = [loader_plan.reason] if loader_plan.rebuilt else []
     batches, accumulate = _num_batches(loader, loader_plan), loader_plan.accumulate_grad_batches
     before = optimizer_steps_per_epoch(loader.num_batches, trainer.accumulate_grad_batches)
     after = optimizer_steps_per_epoch(batches, accumulate)
@@ -344,6 +342,7 @@ def _notes(trainer: Any, batch: Any, loader: TrainLoader, loader_plan: LoaderPla
             "the last optimizer step of an epoch has fewer batches: it takes the exact mean over its own samples, "
             "where Lightning alone would scale it down"
         )
+    notes.append(f"forecast and proof are those of the first batch ({_shapes(batch)}); a larger one would need more")
     return tuple(notes)
 
 
