@@ -69,7 +69,7 @@ def draw(results: dict[str, Any]) -> Any:
             label_text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
         bars.set_label(label)
     right.axvline(100 * results["targets"]["raw_every_case"], color="#E15759", linewidth=1, linestyle="--")
-    right.text(0.55, -0.72, "target: 0.5 %", color="#E15759", fontsize=8)
+    right.text(0.55, 6.75, "target: 0.5 %", color="#E15759", fontsize=8)
     right.set_xscale("log")
     right.set(xlim=(1e-3, 1e3), xlabel="largest error of a model's 8 settings, % of the measured peak")
     right.set_yticks(list(rows), [names[model].split(",")[0] for model in models])

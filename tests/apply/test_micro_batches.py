@@ -172,11 +172,12 @@ def test_gradients_equal_those_of_the_undivided_window_in_fp64(
         assert relative_error(found, reference) <= 1e-12
 
 
-def test_gradients_are_within_rounding_in_fp32(pl: Any) -> None:
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 7])
+def test_gradients_are_within_rounding_in_fp32(pl: Any, num_slices: int) -> None:
     samples = [{key: value.float() for key, value in sample.items()} for sample in make_samples(30)]
     loader = DataLoader(samples, batch_size=7)
     module, reference = make_module(pl).float(), make_module(pl).float()
-    fit_sliced(pl, module, loader, num_slices=3, accumulate=2)
+    fit_sliced(pl, module, loader, num_slices=num_slices, accumulate=2)
     batches = list(loader)
     wanted = reference_gradients(reference, [batches[0:2], batches[2:4], batches[4:5]], mse)
     for found, undivided in zip(module.gradients, wanted, strict=True):
