@@ -28,6 +28,10 @@ from lightning_memfit.validate.warmup import run_warmup
 MAX_ATTEMPTS = 4
 """Warm-ups of one fit: the first plan's, and those of plans made after a measurement above the budget."""
 
+_NOTHING_PROVEN = (
+    "NOT PROVEN: training_step gave no loss for the first batch, so that the warm-up measured steps that do nothing"
+)
+
 Failed = tuple[Forecast, Measurement | None]
 """A plan's corrected forecast, and what its warm-up measured; ``None`` if it ran out of memory."""
 Report = Callable[[Plan, Measurement | None], None]
@@ -115,7 +119,7 @@ class FitSession:
             self._notes += ("allow_inexact_slicing=True: slices were not compared with the undivided batch",)
         else:
             self._announce("comparing slices with the undivided batch")
-            obstacle = self._prepared.compare_slices()
+            obstacle = self._prepared.compare_slices(plan.split.micro_batch_size)
             if obstacle is None:
                 return plan
             self._space = self._prepared.space(obstacle)
@@ -201,7 +205,8 @@ class FitSession:
             corrected = replace(plan.forecast, correction_bytes=verdict.correction_bytes)
             if measurement is not None and verdict.fits:
                 _check_evaluation(measurement, budget)
-                self.plan, self.measurement = replace(plan, forecast=corrected), measurement
+                notes = plan.notes if measurement.profiled_steps else (*plan.notes, _NOTHING_PROVEN)
+                self.plan, self.measurement = replace(plan, forecast=corrected, notes=notes), measurement
                 self._prober.close()
                 return
             failed.append((corrected, measurement))

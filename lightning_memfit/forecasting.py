@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes, tensors_of
-from lightning_memfit.errors import ConfigurationError, MemFitError, TraceError
+from lightning_memfit.errors import BatchStructureError, ConfigurationError, MemFitError, TraceError
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.plan import (
     BatchSplit,
@@ -168,7 +168,7 @@ class Forecaster:
                     accumulates=_micro_steps(candidate) > 1,
                     zero_gradients_early=candidate.zero_gradients_early,
                 )
-        except TraceError as error:
+        except (TraceError, BatchStructureError) as error:
             raise TraceError(
                 f"The step could not be traced ({self.untraceable}), and small real steps could not be measured "
                 f"instead: {error}. Use a real module and a batch of at least two samples, or a step that needs no "

@@ -433,7 +433,7 @@ class Measurement:
     measured_step_seconds: float
     """Wall-clock seconds of the last profiled optimizer step."""
     profiled_steps: int
-    """Optimizer steps that were run."""
+    """Optimizer steps that were run; 0 if ``training_step`` gave no loss, so that nothing is proven."""
     costliest_ops: tuple[OperatorCost, ...] = ()
     """The operators that took the most time."""
 

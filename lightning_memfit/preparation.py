@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs, split_by_sizes, tensors_of
 from lightning_memfit.apply.loader import TrainLoader
 from lightning_memfit.apply.micro_batches import unsliceable_reason
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
-from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
+from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError, is_out_of_memory
 from lightning_memfit.forecasting import Forecaster, resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest, balanced_slices
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.batch_arithmetic import (
     LoaderPlan,
@@ -37,6 +38,7 @@ from lightning_memfit.validate.snapshot import reachable_tensors
 from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
 
 _UNLIMITED = 2**31
+_COMPARED_PAIRS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +156,49 @@ class Preparation:
             reason = self._structure_obstacle()
         return None if reason is None else f"not sliced: {reason}"
 
-    def compare_slices(self) -> str | None:
-        """Why slices of the real batch differ from the whole; ``None`` if they do not."""
+    def compare_slices(self, micro_batch_size: int) -> str | None:
+        """Why slices of the real batch differ from the whole; ``None`` if they do not.
+
+        Four samples are compared first, then pairs of slices of the planned size: a loss that weighs classes or leaves
+        labels out is no mean over samples, but four samples need not show it.
+        """
+        obstacle = self._compare_halves_of(self.batch, 4)
+        # More samples than a slice may not fit, even without gradients; then as many as a slice are compared.
+        for samples in (2 * micro_batch_size, micro_batch_size):
+            if obstacle is not None or samples <= 4:
+                break
+            try:
+                return self._compare_pairs(samples)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        return obstacle
+
+    def _compare_pairs(self, samples: int) -> str | None:
+        present = self.functions.samples_of(self.batch)
+        sizes = balanced_slices(present, -(-present // samples))
+        pairs = self.functions.divide(self.batch, sizes) if len(sizes) > 1 else [self.batch]
+        for pair in pairs[:_COMPARED_PAIRS]:
+            obstacle = self._compare_halves_of(pair, samples)
+            if obstacle is not None:
+                return obstacle
+        return None
+
+    def _compare_halves_of(self, batch: Any, samples: int) -> str | None:
         try:
             verdict = check_splittable(
                 module=self.module,
-                batch=self.batch,
+                batch=batch,
                 split_by_sizes=self.functions.divide,
                 training_step=program_of(self.module).compute_loss,
                 weights=self.functions.weight_of,
                 join=join_outputs,
-                batch_size=self.functions.samples_of(self.batch),
+                batch_size=self.functions.samples_of(batch),
+                compared_samples=samples,
             )
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
             words = (str(error).strip().splitlines() or [""])[0][:200]
             return f"not sliced: the comparison of slices raised {type(error).__name__}: {words}"
@@ -199,7 +231,7 @@ def prepare(
     loader_plan = resolve_loader(
         effective_batch_size=request.effective_batch_size,
         ranks=1,
-        loader_batch_size=declared if declared is not None else functions.samples_of(batch),
+        loader_batch_size=declared if declared is not None else _samples_seen(batch, functions, request),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         can_rebuild=loader.can_rebuild,
         has_batch_norm=has_train_mode_batch_norm(module) is not None,
@@ -309,6 +341,17 @@ def _the_optimizer(trainer: Any, module: Any) -> Optimizer:
     )
 
 
+def _samples_seen(batch: Any, functions: BatchFunctions, request: PlanRequest) -> int:
+    """Samples in a batch; where its parts disagree and no effective batch is asked for, those of its first part."""
+    try:
+        return functions.samples_of(batch)
+    except BatchStructureError:
+        parts = [part for part in tree_leaves(batch) if isinstance(part, torch.Tensor) and part.dim() > 0]
+        if request.effective_batch_size is not None or not parts:
+            raise
+        return max(1, int(parts[0].shape[0]))
+
+
 def _first_samples(batch: Any, samples: int, functions: BatchFunctions) -> Any:
     """The first samples of the peeked batch: the rebuilt loader draws from the same sampler."""
     present = functions.samples_of(batch)
@@ -342,6 +385,8 @@ def _notes(trainer: Any, batch: Any, loader: TrainLoader, loader_plan: LoaderPla
             "the last optimizer step of an epoch has fewer batches: it takes the exact mean over its own samples, "
             "where Lightning alone would scale it down"
         )
+    if accumulate > 1:
+        notes.append("accumulated batches are weighed by their samples; Lightning alone weighs them equally")
     notes.append(f"forecast and proof are those of the first batch ({_shapes(batch)}); a larger one would need more")
     return tuple(notes)
 

@@ -79,6 +79,8 @@ def measurement_renderable(plan: Plan, measurement: Measurement) -> RenderableTy
         f"{_seconds(measurement.measured_step_seconds)} per optimizer step, profiler included "
         f"(last of {_count(measurement.profiled_steps, 'profiled step')})",
     )
+    if not measurement.profiled_steps:
+        facts.add_row("proof", Text("NONE: training_step gave no loss for the first batch", style="bold red"))
     parts: list[RenderableType] = [
         _title("MemFit warm-up"),
         facts,
@@ -244,7 +246,7 @@ def _against(predicted: int | None, measured: int) -> tuple[str, str, str, str]:
 
 def _costliest(measurement: Measurement) -> Table:
     table = _table("operator", "own time/step", "calls/step")
-    steps = measurement.profiled_steps
+    steps = max(1, measurement.profiled_steps)
     for operator in measurement.costliest_ops[:SHOWN_OPS]:
         table.add_row(Text(operator.name), _seconds(operator.self_seconds / steps), f"{operator.calls / steps:g}")
     return table

@@ -18,7 +18,7 @@ from lightning_memfit.validate.snapshot import take_snapshot
 from lightning_memfit.validate.warmup import silenced
 
 _SAMPLES = 4
-_RELATIVE_TOLERANCE = 1e-4
+_RELATIVE_TOLERANCE = 2e-5
 _WAY_OUT = "allow_inexact_slicing=True slices it all the same."
 
 Split = Callable[[Any, Sequence[int]], list[Any]]
@@ -63,8 +63,9 @@ def check_splittable(
     weights: Callable[[Any], float],
     join: Join = join_outputs,
     batch_size: int | None = None,
+    compared_samples: int = _SAMPLES,
 ) -> SplitVerdict:
-    """Compare the loss of four samples with the weighted mean over two and two (of three: two and one).
+    """Compare the loss of some samples with the weighted mean over their halves (of four: two and two).
 
     In eval mode, so that dropout is no difference, without autocast and, unless the step itself needs them, without
     gradients. Everything is put back: module, batch and random generators. A batch of one sample is never sliced.
@@ -77,9 +78,10 @@ def check_splittable(
         weights: weight of a slice's mean loss, such as its samples or tokens.
         join: joins what the slices returned: outputs, samples and weights of each.
         batch_size: samples in ``batch``; ``None`` reads it off the batch.
+        compared_samples: how many of them are compared with their halves; at most all.
 
     Ignores: layers that couple the samples of a batch in training mode only, BatchNorm apart, and coupling among more
-    than four samples only.
+    samples than are compared only.
     """
     coupled = has_train_mode_batch_norm(module)
     if coupled is not None:
@@ -91,14 +93,15 @@ def check_splittable(
         samples = batch_size_of(batch) if batch_size is None else batch_size
         if samples == 1:
             return SplitVerdict(exact=True, reason="A batch of one sample is never sliced.")
-        whole, parts = _parts(batch, samples, split_by_sizes, weights)
+        whole, parts = _parts(batch, samples, min(compared_samples, samples), split_by_sizes, weights)
         return _compare(module, training_step, whole, parts, join)
     except BatchStructureError as error:
         return SplitVerdict(exact=False, reason=str(error))
 
 
-def _parts(batch: Any, samples: int, split: Split, weights: Callable[[Any], float]) -> tuple[_Part, list[_Part]]:
-    taken = min(_SAMPLES, samples)
+def _parts(
+    batch: Any, samples: int, taken: int, split: Split, weights: Callable[[Any], float]
+) -> tuple[_Part, list[_Part]]:
     whole = batch if taken == samples else split(batch, (taken, samples - taken))[0]
     sizes = (taken - taken // 2, taken // 2)
     slices = split(whole, sizes)

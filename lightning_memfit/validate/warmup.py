@@ -14,7 +14,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
@@ -98,7 +98,7 @@ def run_warmup(
         evaluation_meter = None
         if validation_batch is not None:
             evaluation_meter = run.evaluate(validation_batch, meter)
-    return _measurement(training_meter, evaluation_meter, seconds, num_profiled_steps)
+    return _measurement(training_meter, evaluation_meter, seconds, num_profiled_steps if any(run.gave_loss) else 0)
 
 
 @contextmanager
@@ -121,6 +121,8 @@ class _WarmUp:
     module: Any
     call: Any
     """Lightning's module of functions that call hooks."""
+    gave_loss: list[bool] = field(default_factory=list)
+    """Whether each training step did, in order."""
 
     def train(self, batch: Any, num_steps: int, meter: Meter) -> float:
         """Run optimizer steps under the meter; seconds of the last one."""
@@ -164,8 +166,10 @@ class _WarmUp:
         kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, index)
         if self.module.automatic_optimization:
             output = epoch_loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+            self.gave_loss.append(bool(output))
         else:
             output = epoch_loop.manual_optimization.run(kwargs)
+            self.gave_loss.append(True)
         self._hook("on_train_batch_end", output, batch, index)
         trainer._logger_connector.on_batch_end()
 
