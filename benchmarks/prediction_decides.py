@@ -22,10 +22,11 @@ import torch
 from benchmarks.allocator.budget_allocator import BudgetAllocator, build_allocator, why_unavailable
 from benchmarks.zoo import ZooCase, build, select_cases
 from lightning_memfit.forecasting import Forecaster, autocast_context, checkpointed
-from lightning_memfit.plan import BatchSplit, Candidate, Phase
+from lightning_memfit.observe.unlogged import unlogged
+from lightning_memfit.plan import BatchSplit, Candidate
 from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.trace.op_probe import OperatorProber
-from lightning_memfit.trace.training_step import program_of, run_window, silenced
+from lightning_memfit.trace.training_step import Unobserved, program_of, run_window
 
 MARGIN = 0.01
 """Share of the predicted peak by which the limit is above or below it."""
@@ -54,19 +55,6 @@ class Outcome:
     def as_predicted(self) -> bool:
         """Finished above, out of memory below."""
         return self.error_above is None and self.error_below == "OutOfMemoryError"
-
-
-class _Unobserved:
-    """Nobody listens to the step."""
-
-    def enter(self, phase: Phase) -> None:
-        return None
-
-    def after_forward(self) -> None:
-        return None
-
-    def after_backward(self) -> None:
-        return None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -143,10 +131,10 @@ def _run_under(allocator: BudgetAllocator, limit_bytes: int, case: ZooCase) -> t
 def _train(case: ZooCase, step_finished: Callable[[], None]) -> None:
     module, batch = build(case)
     program = program_of(module, step_context=autocast_context(case.precision))
-    with checkpointed(module, _recomputed(case, module)), silenced(module):
+    with checkpointed(module, _recomputed(case, module)), unlogged(module):
         optimizer = program.make_optimizer()
         for _ in range(OPTIMIZER_STEPS):
-            run_window(program, optimizer, [batch], _Unobserved())
+            run_window(program, optimizer, [batch], Unobserved())
             step_finished()
 
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.apply import set_instance_attribute
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.apply.loader import TrainLoader, forget_validation_loader, request_validation_batch
 from lightning_memfit.apply.micro_batches import Slicer
 from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.errors import NoFeasiblePlanError, is_out_of_memory
+from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Budget, Candidate, Forecast, Measurement, PassedOver, Plan, PlanRequest
-from lightning_memfit.preparation import BatchFunctions, Preparation, prepare, random_state_kept
+from lightning_memfit.preparation import BatchFunctions, Preparation, prepare
 from lightning_memfit.report.no_fit import no_fit_message
 from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.planner import search_plan
 from lightning_memfit.trace.op_probe import OperatorProber
+from lightning_memfit.undo import set_instance_attribute
 from lightning_memfit.units import MIB, format_bytes
 from lightning_memfit.validate.verdict import expected_correction, judge
 from lightning_memfit.validate.warmup import run_warmup

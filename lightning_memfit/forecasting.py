@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
-from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes, tensors_of
+from lightning_memfit.batch_tree import batch_size_of, split_by_sizes, tensors_of
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, MemFitError, TraceError
 from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.plan import (
     BatchSplit,
     Candidate,
@@ -44,7 +45,6 @@ from lightning_memfit.trace.training_step import (
     trace_window,
 )
 from lightning_memfit.units import parse_bytes
-from lightning_memfit.validate.meter import storage_bytes
 
 Divide = Callable[[Any, Sequence[int]], Sequence[Any]]
 """(batch, slice sizes) to slices."""

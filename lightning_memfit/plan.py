@@ -279,6 +279,10 @@ class Forecast:
     """Floating point operations per optimizer step on one device; ``None`` where not counted."""
     recomputed_flops: int | None = None
     """Those of them that activation checkpointing repeats."""
+    predicted_step_seconds: float | None = None
+    """Wall-clock seconds of one optimizer step; ``None`` where no rates of the device are known."""
+    confirmed: bool = True
+    """Whether this very candidate was traced; ``False`` if it was derived from the traces of others."""
     notes: tuple[str, ...] = ()
     """Assumptions made on the way, in words."""
 
@@ -330,6 +334,10 @@ class Plan:
     """Other candidates, each with its reason."""
     notes: tuple[str, ...] = ()
     """What the user should know: fallbacks taken, things left alone."""
+    planned_batch: str = "the batch that was given"
+    """Which batch the forecast and the proof are of, in words, with its shapes."""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """What the plan was made for, by name, such as the model's structure; a plan is stale where one of them differs."""
     schema_version: int = SCHEMA_VERSION
     """Version of this structure in files."""
 
@@ -421,6 +429,40 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimedPlan:
+    """A candidate that was run for real because it was predicted to be among the fastest."""
+
+    candidate: Candidate
+    """The setting of the levers."""
+    predicted_step_seconds: float | None
+    """Wall-clock seconds of one optimizer step as predicted."""
+    measured_step_seconds: float | None
+    """As measured, without the profiler; ``None`` if it did not fit."""
+    measured_peak_allocated_bytes: int | None
+    """Its measured peak; ``None`` if it ran out of memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerStatesMeasurement:
+    """What the optimizer's states really are after a step."""
+
+    optimizer: str
+    """Qualified name of the optimizer's class."""
+    quantised_parameters: int
+    """Parameter elements whose states are quantised."""
+    quantised_bytes: int
+    """Bytes of their states, scales included."""
+    kept_parameters: int
+    """Parameter elements whose states are kept in 32 bits."""
+    kept_bytes: int
+    """Bytes of their states."""
+    saved_bytes: int
+    """Bytes that the states in 32 bits would take beyond these."""
+    kept_reason: str
+    """Why some are kept, in words; empty if none are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What the memory warm-up measured at the final settings."""
 
@@ -431,11 +473,16 @@ class Measurement:
     measured_peak_rss_bytes: int | None
     """Highest resident set size seen during the warm-up; ``None`` where the system does not tell."""
     measured_step_seconds: float
-    """Wall-clock seconds of the last profiled optimizer step."""
+    """Wall-clock seconds of one optimizer step: of the fastest unprofiled one where plans were timed, else of the last
+    profiled one."""
     profiled_steps: int
     """Optimizer steps that were run; 0 if ``training_step`` gave no loss, so that nothing is proven."""
     costliest_ops: tuple[OperatorCost, ...] = ()
     """The operators that took the most time."""
+    timed_plans: tuple[TimedPlan, ...] = ()
+    """The candidates that were run for their speed, the one taken included; empty if there was no choice."""
+    optimizer_states: OptimizerStatesMeasurement | None = None
+    """The verified format of the optimizer's states; ``None`` where they are as configured."""
 
     @property
     def measured_peak_bytes(self) -> int:

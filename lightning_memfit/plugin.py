@@ -32,6 +32,7 @@ from lightning_memfit.preparation import BatchFunctions
 from lightning_memfit.report.record import write_record
 from lightning_memfit.report.table import render_measurement, render_plan
 from lightning_memfit.units import parse_bytes
+from lightning_memfit.upstream import namespace_of
 
 OFF_VARIABLE = "MEMFIT"
 
@@ -164,7 +165,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         """
         trainer = getattr(module, "_trainer", None)
         if trainer is not None:
-            self._use_namespace_of(trainer)
+            self._usenamespace_of(trainer)
         module = self.delegate.convert_module(module)
         if trainer is None or self.is_off or not _is_fitting(trainer) or self._session is not None:
             return module
@@ -236,8 +237,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             # A new list: Lightning may be walking through the old one.
             trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
 
-    def _use_namespace_of(self, trainer: Any) -> None:
-        namespace = _namespace_of(trainer)
+    def _usenamespace_of(self, trainer: Any) -> None:
+        namespace = namespace_of(trainer)
         if not type(self.delegate).__module__.startswith(namespace):
             self.delegate = self._make_delegate(namespace)
 
@@ -295,11 +296,6 @@ def _is_fitting(trainer: Any) -> bool:
     return getattr(trainer.state.fn, "value", None) == "fit"
 
 
-def _namespace_of(trainer: Any) -> str:
-    bases = [base.__module__ for base in type(trainer).__mro__ if base.__name__ == "Trainer"]
-    return "pytorch_lightning" if bases and bases[-1].startswith("pytorch_lightning") else "lightning.pytorch"
-
-
 @functools.cache
 def _with_both_bases(cls: Any) -> Any:
     other = importlib.import_module("pytorch_lightning.plugins.precision").Precision
@@ -315,7 +311,7 @@ def _accepted_by_imported_trainers(cls: Any) -> Any:
 
 def _warm_up_callback(trainer: Any, prove: Callable[[Any], None]) -> Any:
     """A callback of the Trainer's own package that runs ``prove`` at the first moment when everything is final."""
-    base: Any = importlib.import_module(_namespace_of(trainer)).Callback
+    base: Any = importlib.import_module(namespace_of(trainer)).Callback
 
     class MemFitWarmUp(base):  # type: ignore[misc]  # the class is chosen at run time
         """Runs MemFit's memory warm-up before the sanity check, or before training where none runs."""

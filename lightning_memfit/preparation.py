@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs, split_by_sizes, tensors_of
 from lightning_memfit.apply.loader import TrainLoader
 from lightning_memfit.apply.micro_batches import unsliceable_reason
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
+from lightning_memfit.batch_tree import batch_size_of, join_outputs, split_by_sizes, tensors_of
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError, is_out_of_memory
 from lightning_memfit.forecasting import Forecaster, resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.observe.meter import storage_bytes
+from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest, balanced_slices
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.batch_arithmetic import (
@@ -33,8 +32,6 @@ from lightning_memfit.search.checkpointing import find_repeated_blocks, match_mo
 from lightning_memfit.search.levers import SearchSpace, search_space
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.training_step import optimizers_of, program_of
-from lightning_memfit.validate.meter import storage_bytes
-from lightning_memfit.validate.snapshot import reachable_tensors
 from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
 
 _UNLIMITED = 2**31
@@ -389,15 +386,3 @@ def _notes(trainer: Any, batch: Any, loader: TrainLoader, loader_plan: LoaderPla
         notes.append("accumulated batches are weighed by their samples; Lightning alone weighs them equally")
     notes.append(f"forecast and proof are those of the first batch ({_shapes(batch)}); a larger one would need more")
     return tuple(notes)
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Give the global random generators of torch (host), NumPy and Python their states back at the end."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)

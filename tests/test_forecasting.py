@@ -21,9 +21,10 @@ from lightning_memfit.forecasting import (
     resident_bytes,
     trace_step,
 )
+from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
+from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import BatchSplit, Candidate, balanced_slices
-from lightning_memfit.trace.training_step import program_of, run_window, silenced
-from lightning_memfit.validate.meter import AllocationMeter, storage_bytes
+from lightning_memfit.trace.training_step import program_of, run_window
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
 
@@ -83,7 +84,7 @@ def measured_peak(module: Lit, batch: Any) -> int:
         enter: Callable[[Any], None] = staticmethod(lambda phase: None)
         after_forward = after_backward = staticmethod(lambda: None)
 
-    with silenced(module):
+    with unlogged(module):
         optimizer = program.make_optimizer()
         with AllocationMeter(storage_bytes([*module.parameters(), *batch.values()])) as meter:
             for _ in range(3):

@@ -27,8 +27,7 @@ from lightning_memfit.search.checkpointing import (
     reason_not_checkpointable,
     recomputes_already,
 )
-
-Undo = Callable[[], None]
+from lightning_memfit.undo import Undo
 
 _RUNNING_STATISTICS = (
     nn.BatchNorm1d,

@@ -23,8 +23,7 @@ from lightning_memfit.apply.first_batch import Look, NoBatchError, look_at
 from lightning_memfit.apply.handed_on import Move, RandomSources, stop_handing_on
 from lightning_memfit.apply.rebuild import declared_batch_size, describe, length_of, rebuild, rebuild_obstacle
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
-
-Undo = Callable[[], None]
+from lightning_memfit.undo import Undo
 
 
 class TrainLoader:
@@ -36,7 +35,7 @@ class TrainLoader:
         """What the user's hook returned, or what was passed to ``fit``."""
         self._trainer, self._source, self._hook_move = trainer, source, hook_move
         self._instance = source.instance
-        combined = _upstream(source, "CombinedLoader")
+        combined = _defined_beside(source, "CombinedLoader")
         self._combined = loader if isinstance(loader, combined) else combined(loader, "max_size_cycle")
         self._handed = loader
         self._asked = False
@@ -184,7 +183,7 @@ def request_validation_batch(trainer: Any) -> Any | None:
         return None
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     source = _attribute(val_loop, "_data_source")
-    combined_class = _upstream(source, "CombinedLoader")
+    combined_class = _defined_beside(source, "CombinedLoader")
     combined, loader, move = _attribute(val_loop, "_combined_loader"), None, None
     if combined is None:
         loader, move = _ask(source)
@@ -251,7 +250,7 @@ def _ask(source: Any) -> tuple[Any, Move]:
     """Let Lightning's own function call the hook, so that it notes constructor arguments as it always does."""
     sources = RandomSources()
     with sources.kept():
-        loader, move = sources.record(lambda: _upstream(source, "_request_dataloader")(source))
+        loader, move = sources.record(lambda: _defined_beside(source, "_request_dataloader")(source))
     return loader, move
 
 
@@ -313,11 +312,11 @@ def _put_back(combined: Any, loader: Any, delivered: list[Any]) -> Any:
 
 
 def _worker_seeding(source: Any, trainer: Any) -> Callable[[Any], None]:
-    add_worker_init_fn = _upstream(source, "_auto_add_worker_init_fn")
+    add_worker_init_fn = _defined_beside(source, "_auto_add_worker_init_fn")
     return lambda loader: add_worker_init_fn(loader, trainer.global_rank)
 
 
-def _upstream(source: Any, name: str) -> Any:
+def _defined_beside(source: Any, name: str) -> Any:
     """A name of the module that defines the data source: of the namespace that the user imported."""
     module = sys.modules[type(source).__module__]
     if not hasattr(module, name):

@@ -33,13 +33,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memfit.apply import Undo, set_instance_attribute
-from lightning_memfit.apply.batch_tree import detach_tensors, join_outputs, weighted_mean
 from lightning_memfit.apply.precision import DelegatingPrecision, install_rescale
 from lightning_memfit.apply.slice_logs import SliceLogs
 from lightning_memfit.apply.slicing import BatchDivider, BatchSlice, LossWeight, SplitBatch
+from lightning_memfit.batch_tree import detach_tensors, join_outputs, weighted_mean
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import BatchSplit
+from lightning_memfit.undo import Undo, set_instance_attribute
+from lightning_memfit.upstream import defining_module
 
 _LOOP_NAMES = ("_make_closure", "_make_step_fn", "_make_zero_grad_fn", "_make_backward_fn", "output_result_cls")
 _MODULE_NAMES = ("AbstractClosure", "Closure")
@@ -334,9 +335,7 @@ def _overrides(module: Any, name: str) -> bool:
 
 
 def _loop_module(loop: Any) -> Any:
-    """The module of Lightning's own loop class, in the package that the user's Trainer comes from."""
-    defining = next((cls for cls in type(loop).__mro__ if cls.__name__ == "_AutomaticOptimization"), type(loop))
-    return sys.modules[defining.__module__]
+    return defining_module(loop, "_AutomaticOptimization")
 
 
 def _automatic_optimization(trainer: Any) -> Any:

@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memfit.apply import Undo, set_instance_attribute
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
-
-NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+from lightning_memfit.undo import Undo, set_instance_attribute
+from lightning_memfit.upstream import NAMESPACES
 
 
 def make_delegate(precision: str, *, device_type: str, namespace: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memfit.apply.batch_tree import weighted_mean
+from lightning_memfit.batch_tree import weighted_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.errors import BatchStructureError, ConfigurationError
 from lightning_memfit.plan import BatchSplit, balanced_slices
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_memfit.apply import set_instance_attribute
+from lightning_memfit.undo import set_instance_attribute
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.apply.batch_tree import map_tensors
+from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import TraceError
 
 

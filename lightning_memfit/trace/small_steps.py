@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memfit.apply.batch_tree import tensors_of
+from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import TraceError
-from lightning_memfit.plan import MemoryBreakdown, Phase
-from lightning_memfit.trace.training_step import StepProgram, run_window, silenced
-from lightning_memfit.validate.meter import AllocationMeter, storage_bytes
-from lightning_memfit.validate.snapshot import take_snapshot
+from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
+from lightning_memfit.observe.snapshot import take_snapshot
+from lightning_memfit.observe.unlogged import unlogged
+from lightning_memfit.plan import MemoryBreakdown
+from lightning_memfit.trace.training_step import StepProgram, Unobserved, run_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +39,6 @@ class PeakLine:
             peak_phase=None,
             num_parameters=self.num_parameters,
         )
-
-
-class _Silent:
-    def enter(self, phase: Phase) -> None:
-        return None
-
-    def after_forward(self) -> None:
-        return None
-
-    def after_backward(self) -> None:
-        return None
 
 
 def measure_small_steps(
@@ -93,12 +83,14 @@ def measure_small_steps(
 
 def _peak(program: StepProgram, batch: Any, part: Any, repeats: int, zero_gradients_early: bool) -> int:
     module = program.module
-    with take_snapshot(module), silenced(module):
+    with take_snapshot(module), unlogged(module):
         for parameter in module.parameters():
             parameter.grad = None
         optimizer = program.make_optimizer()
         resident = storage_bytes([*module.parameters(), *module.buffers(), *tensors_of(batch)])
         with AllocationMeter(resident) as meter:
             for _ in range(2):
-                run_window(program, optimizer, [part] * repeats, _Silent(), zero_gradients_early=zero_gradients_early)
+                run_window(
+                    program, optimizer, [part] * repeats, Unobserved(), zero_gradients_early=zero_gradients_early
+                )
         return meter.peak_allocated_bytes

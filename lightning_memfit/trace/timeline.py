@@ -59,6 +59,18 @@ class Operation(NamedTuple):
     """What it allocated."""
     accumulates_into: int | None = None
     """Storage of its first argument, if the autograd engine would have added in place on a real run."""
+    reads: tuple[int, ...] = ()
+    """Storages of its tensor arguments, each once."""
+    flops: int = 0
+    """Floating point operations of this call; 0 for operators whose work is moving memory."""
+    moved_bytes: int = 0
+    """Bytes of its tensor arguments and results: what it reads and writes at least."""
+    dtype: str = ""
+    """Dtype that it computes in: that of its first floating point argument, else of its first result."""
+    micro_step: int = 0
+    """Which of the followed slices it belongs to; the optimizer step belongs to the last one."""
+    recomputed: bool = False
+    """Whether activation checkpointing repeats it."""
 
 
 class Free(NamedTuple):
@@ -84,6 +96,23 @@ class Resident(NamedTuple):
 Event = Operation | Free
 
 
+class ModuleCall(NamedTuple):
+    """One call of a module in a forward, also in one that is recomputed."""
+
+    module: str
+    """Qualified name of the module; ``""`` is the root."""
+    micro_step: int
+    """Which of the followed slices it belongs to."""
+    first_event: int
+    """Index of its first event in :attr:`Timeline.events`."""
+    end_event: int
+    """Index after its last event."""
+    outputs: tuple[int, ...]
+    """Storages of the tensors that it returned."""
+    recomputed: bool
+    """Whether activation checkpointing repeats it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One optimizer step: what was there, what came and went, in order."""
@@ -104,6 +133,12 @@ class Timeline:
     """Floating point operations of the whole optimizer step (matrix products, convolutions, attention)."""
     recomputed_flops: int
     """Those of them that activation checkpointing repeats."""
+    micro_steps: int = 1
+    """Slices of the whole accumulation window."""
+    followed_micro_steps: int = 1
+    """Those of them that were followed, 1 or 2: from the second on they repeat."""
+    calls: tuple[ModuleCall, ...] = ()
+    """Calls of modules in the order in which they ended."""
     notes: tuple[str, ...] = ()
     """Assumptions made while tracing, in words."""
 

@@ -26,6 +26,7 @@ from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import (
     Event,
     Free,
+    ModuleCall,
     Operation,
     Output,
     Resident,
@@ -97,6 +98,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, names: Mapping[int, str], *, collect_signatures: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase = "forward"
+        self.micro_step = 0
+        self.calls: list[ModuleCall] = []
         self.events: list[Event] = []
         self.residents: list[Resident] = []
         self.categories: dict[int, Category] = {}
@@ -190,27 +193,56 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = self._module(in_backward, recomputing)
         if func in _VIEWS:
             out = func(*args, **kwargs)
-            self._note(func, module, None, None, out, recomputing)
+            self._note(func, module, None, None, out, recomputing, (), 0)
             return out
         signature = self._signature(func, args, kwargs) if self._collect_signatures else None
         target = self._accumulation_target(func, args) if in_backward and not recomputing else None
+        read = tuple(tensors_in((args, kwargs)))
         out = as_on_cpu(func, args, func(*args, **kwargs))
-        self._count_flops(func, args, kwargs, out, recomputing)
-        self._note(func, module, signature, target, out, recomputing)
+        flops = self._count_flops(func, args, kwargs, out, recomputing)
+        self._note(func, module, signature, target, out, recomputing, read, flops)
         return out
 
     def _note(
-        self, func: Any, module: str, signature: int | None, target: int | None, out: Any, recomputing: bool
+        self,
+        func: Any,
+        module: str,
+        signature: int | None,
+        target: int | None,
+        out: Any,
+        recomputing: bool,
+        read: tuple[torch.Tensor, ...],
+        flops: int,
     ) -> None:
         outputs = []
-        for index, tensor in enumerate(tensors_in(out)):
+        written = tuple(tensors_in(out))
+        for index, tensor in enumerate(written):
             number = self._follow(tensor, None if signature is None else (signature, index))
             if number is not None:
                 saved = recomputing and self.phase == "backward"
                 self.categories[number] = "activations" if saved else "temporaries"
                 outputs.append(Output(number, index, tensor.untyped_storage().nbytes()))
         if outputs or func not in _VIEWS:
-            self.events.append(Operation(str(func), module, self.phase, signature, tuple(outputs), target))
+            self.events.append(
+                Operation(
+                    op=str(func),
+                    module=module,
+                    phase=self.phase,
+                    signature=signature,
+                    outputs=tuple(outputs),
+                    accumulates_into=target,
+                    reads=self._numbers(read),
+                    flops=flops,
+                    moved_bytes=_moved_bytes(read) + _moved_bytes(written),
+                    dtype=_computing_dtype(read or written),
+                    micro_step=self.micro_step,
+                    recomputed=recomputing,
+                )
+            )
+
+    def _numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        entries = [self._alive.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        return tuple(dict.fromkeys(entry[1] for entry in entries if entry is not None))
 
     def _answer_scalar(self, tensor: torch.Tensor) -> int | float | bool:
         known = self.known.scalar(tensor)
@@ -245,7 +277,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_flops(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recomputing: bool
-    ) -> None:
+    ) -> int:
         packet = func._overloadpacket
         own = _OWN_FLOPS.get(packet)
         if own is not None:
@@ -253,10 +285,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         else:
-            return
+            return 0
         self.flops += flops
         if recomputing:
             self.recomputed_flops += flops
+        return flops
 
     def _signature(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         described = Signature(str(func), self._describe(args), self._describe(kwargs))
@@ -296,19 +329,28 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module_starts[0].append(torch._C._autograd._get_sequence_nr())
         self._module_starts[1].append(self._module_stack[-1] if self._module_stack else "")
 
+    def _note_call(self, name: str, first_event: int, output: Any) -> None:
+        if self._recording:
+            recomputed = torch._C._current_graph_task_id() != -1
+            outputs = self._numbers(tensors_in(output))
+            self.calls.append(ModuleCall(name, self.micro_step, first_event, len(self.events), outputs, recomputed))
+
     @contextmanager
     def following_modules(self) -> Iterator[None]:
         """Keep track of the module that is being called, by global forward hooks that are removed at the end."""
+        starts: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:
             above = self._module_stack[-1] if self._module_stack else ""
             self._module_stack.append(self._names.get(id(module), above))
+            starts.append(len(self.events))
             self._note_start()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._module_stack:
-                self._module_stack.pop()
+                name = self._module_stack.pop()
                 self._note_start()
+                self._note_call(name, starts.pop(), output)
 
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
@@ -316,6 +358,17 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _moved_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    # A tensor that repeats its values by strides of 0 is no larger than its storage.
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+
+
+def _computing_dtype(tensors: Sequence[torch.Tensor]) -> str:
+    dtypes = [tensor.dtype for tensor in tensors]
+    chosen = next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else None)
+    return "" if chosen is None else str(chosen).removeprefix("torch.")
 
 
 def _without_origins(value: Any) -> Any:

@@ -20,16 +20,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memfit.apply import set_instance_attribute
-from lightning_memfit.apply.batch_tree import tensors_of
+from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import ConfigurationError, MemFitError, TraceError, is_out_of_memory
+from lightning_memfit.observe.snapshot import take_snapshot
+from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.cpu_rules import real_cpu_behaviour
 from lightning_memfit.trace.fake_module import FakeTensors, faked, new_fake_mode
 from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.tracer import StepTracer
-from lightning_memfit.validate.snapshot import take_snapshot
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], Optimizer]
@@ -64,6 +64,19 @@ class StepObserver(Protocol):
 
     def after_backward(self) -> None:
         """The backward of a slice is done."""
+
+
+class Unobserved:
+    """Nobody is told."""
+
+    def enter(self, phase: Phase) -> None:
+        """Do nothing."""
+
+    def after_forward(self) -> None:
+        """Do nothing."""
+
+    def after_backward(self) -> None:
+        """Do nothing."""
 
 
 def program_of(
@@ -227,9 +240,13 @@ class _TracingObserver:
     def __init__(self, tracer: StepTracer, parameters: Sequence[torch.Tensor]) -> None:
         self._tracer = tracer
         self._parameters = parameters
+        self._forwards = 0
 
     def enter(self, phase: Phase) -> None:
         self._tracer.phase = phase
+        if phase == "forward":
+            self._tracer.micro_step = self._forwards
+            self._forwards += 1
 
     def after_forward(self) -> None:
         self._tracer.categorise_saved()
@@ -346,6 +363,9 @@ def _traced(
             num_operations=tracer.num_operations,
             flops=tracer.flops * whole // followed,
             recomputed_flops=tracer.recomputed_flops * whole // followed,
+            micro_steps=micro_steps,
+            followed_micro_steps=len(traced),
+            calls=tuple(tracer.calls),
             notes=_notes(tracer),
         )
 
@@ -387,28 +407,11 @@ def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Put every submodule's attributes back at the end; tensors are not copied, since fakes stand in for them."""
-    with take_snapshot(module, tensors_in="nowhere"), silenced(module):
+    with take_snapshot(module, tensors_in="nowhere"), unlogged(module):
         for part in module.modules():
             if _is_metric(part):
                 vars(part).update(update=_ignore, compute=_ignore, forward=_ignore)
         yield
-
-
-@contextmanager
-def silenced(module: nn.Module) -> Iterator[None]:
-    """``self.log`` and ``self.log_dict`` of Lightning modules do nothing: there may be no loop to log to."""
-    lightning_modules = [part for part in module.modules() if callable(getattr(part, "training_step", None))]
-    undos = [
-        set_instance_attribute(part, name, _ignore)
-        for part in lightning_modules
-        for name in ("log", "log_dict")
-        if callable(getattr(part, name, None))
-    ]
-    try:
-        yield
-    finally:
-        for undo in undos:
-            undo()
 
 
 def _is_metric(module: nn.Module) -> bool:

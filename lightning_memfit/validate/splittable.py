@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memfit.apply.batch_tree import batch_size_of, join_outputs
+from lightning_memfit.batch_tree import batch_size_of, join_outputs
 from lightning_memfit.errors import BatchStructureError
-from lightning_memfit.validate.snapshot import take_snapshot
+from lightning_memfit.observe.snapshot import take_snapshot
+from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.validate.warmup import silenced
 
 _SAMPLES = 4
@@ -146,7 +147,7 @@ def _compare(
 def _run(module: Any, training_step: Callable[[Any], Any], parts: list[_Part]) -> list[Any]:
     """What the step returns for each part, in eval mode and without a trace."""
     batches = [part.batch for part in parts]
-    with take_snapshot(module, extra_roots=batches), _unlogged(module), torch.autocast("cpu", enabled=False):
+    with take_snapshot(module, extra_roots=batches), _unseen(module), torch.autocast("cpu", enabled=False):
         module.eval()
         return [_forward(training_step, part) for part in parts]
 
@@ -164,25 +165,11 @@ def _forward(training_step: Callable[[Any], Any], part: _Part) -> Any:
 
 
 @contextmanager
-def _unlogged(module: Any) -> Iterator[None]:
+def _unseen(module: Any) -> Iterator[None]:
     """Silence ``self.log``, which needs a running loop, and what else would be seen outside."""
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    before = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
-    vars(module).update(log=nothing, log_dict=nothing)
     trainer = getattr(module, "_trainer", None)
-    try:
-        if trainer is None:
-            yield
-        else:
-            with silenced(trainer):
-                yield
-    finally:
-        for name in ("log", "log_dict"):
-            vars(module).pop(name)
-        vars(module).update(before)
+    with unlogged(module), silenced(trainer) if trainer is not None else nullcontext():
+        yield
 
 
 def _loss_of(output: Any) -> float | None:

@@ -21,12 +21,12 @@ from typing import Any, Literal
 import torch
 
 from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
+from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
+from lightning_memfit.observe.tensor_vault import TensorsIn
 from lightning_memfit.plan import Measurement
-from lightning_memfit.validate.meter import AllocationMeter, Meter, storage_bytes
-from lightning_memfit.validate.snapshot import Snapshot, reachable_tensors, take_snapshot
-from lightning_memfit.validate.tensor_vault import TensorsIn
+from lightning_memfit.upstream import upstream_module
 
-_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _LOGGER_FACTS = ("name", "version", "save_dir", "log_dir", "root_dir")
 # A gradient scaler skips steps until its scale fits; states do not exist before a step that is not skipped.
 _SKIPPED_STEPS = 20
@@ -76,7 +76,7 @@ def run_warmup(
     """
     assert trainer.accumulate_grad_batches == accumulate_grad_batches, "the warm-up runs at the trainer's settings"
     _check_supported(trainer, module)
-    run = _WarmUp(trainer=trainer, module=module, call=_lightning(trainer, "trainer.call"))
+    run = _WarmUp(trainer=trainer, module=module, call=upstream_module(trainer, "trainer.call"))
     roots = [*_roots(trainer), batch, validation_batch]
     where = _place(snapshot_in, spare_bytes, [module, *trainer.optimizers, batch, validation_batch])
     with (
@@ -105,10 +105,10 @@ def run_warmup(
 def silenced(trainer: Any) -> Iterator[None]:
     """Let callbacks, loggers and Lightning's profiler take no part; stand-ins answer what user code asks a logger."""
     callbacks, loggers, profiler = trainer.callbacks, trainer.loggers, trainer.profiler
-    dummy = _lightning(trainer, "loggers.logger").DummyLogger
+    dummy = upstream_module(trainer, "loggers.logger").DummyLogger
     trainer.callbacks = []
     trainer.loggers = [_stand_in(dummy, logger) for logger in loggers]
-    trainer.profiler = _lightning(trainer, "profilers").PassThroughProfiler()
+    trainer.profiler = upstream_module(trainer, "profilers").PassThroughProfiler()
     try:
         yield
     finally:
@@ -273,18 +273,6 @@ def _stand_in(dummy: Any, logger: Any) -> Any:
     return type("StandInLogger", (dummy,), {name: fact(name) for name in _LOGGER_FACTS})()
 
 
-def _lightning(trainer: Any, name: str) -> Any:
-    """A module of the package that the user's Trainer comes from, also if the Trainer's class is the user's own."""
-    for cls in type(trainer).__mro__:
-        for namespace in _NAMESPACES:
-            if cls.__module__.startswith(f"{namespace}."):
-                return importlib.import_module(f"{namespace}.{name}")
-    raise UnsupportedError(
-        f"The Trainer is a {type(trainer).__module__}.{type(trainer).__qualname__}. MemFit works with the Trainer of: "
-        f"{', '.join(_NAMESPACES)}. Derive yours from one of them."
-    )
-
-
 def _check_supported(trainer: Any, module: Any) -> None:
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedError(
@@ -300,12 +288,12 @@ def _check_supported(trainer: Any, module: Any) -> None:
         (val_loop, "_build_step_args_from_hook_kwargs"),
         (getattr(trainer, "_logger_connector", None), "on_batch_start"),
         (module, "_on_before_batch_transfer"),
-        (_lightning(trainer, "trainer.call"), "_call_lightning_module_hook"),
-        (_lightning(trainer, "trainer.call"), "_call_strategy_hook"),
+        (upstream_module(trainer, "trainer.call"), "_call_lightning_module_hook"),
+        (upstream_module(trainer, "trainer.call"), "_call_strategy_hook"),
     ]
     missing = [f"{type(owner).__name__}.{name}" for owner, name in wanted if not hasattr(owner, name)]
     if missing:
-        version = importlib.import_module(_lightning(trainer, "trainer").__name__.partition(".")[0]).__version__
+        version = importlib.import_module(upstream_module(trainer, "trainer").__name__.partition(".")[0]).__version__
         raise UnsupportedError(
             f"Lightning {version} has no {', '.join(missing)}, through which MemFit runs its memory warm-up: this "
             "release changed them. Use Lightning 2.5 or 2.6, or set MEMFIT=off for that run."

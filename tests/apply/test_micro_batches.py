@@ -18,9 +18,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_memfit.apply.micro_batches import Slicer, unsliceable_reason
-from lightning_memfit.apply.precision import NAMESPACES, DelegatingPrecision, make_delegate
+from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, UnsupportedError
 from lightning_memfit.plan import BatchSplit, balanced_slices
+from lightning_memfit.upstream import NAMESPACES
 
 # Lightning's own use of torch.utils._pytree, and its advice to have a logger or more workers
 pytestmark = [

@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memfit.apply.precision import (
-    NAMESPACES,
     BackwardHooks,
     DelegatingPrecision,
     install_rescale,
     make_delegate,
 )
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
+from lightning_memfit.upstream import NAMESPACES
 
 # Lightning's own use of torch.utils._pytree
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.apply.batch_tree import tensors_of
+from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.forecasting import autocast_context, checkpointed
+from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
+from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import MemoryBreakdown, Precision
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
 from lightning_memfit.trace.timeline import Timeline
-from lightning_memfit.trace.training_step import program_of, run_window, silenced, trace_window
-from lightning_memfit.validate.meter import AllocationMeter, storage_bytes
+from lightning_memfit.trace.training_step import program_of, run_window, trace_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def compare(prober: OperatorProber) -> Callable[..., Compared]:
             timeline = trace_window(program, batch, divide=divide, micro_steps=count)
         probes = prober.probe(timeline.signatures)
         predicted = predict_memory(timeline, probes.results, zero_gradients_early=early)
-        with checkpointed(module, checkpoint), silenced(module):
+        with checkpointed(module, checkpoint), unlogged(module):
             attributes = [value for part in module.modules() for value in tensors_of(vars(part))]
             with AllocationMeter(storage_bytes([*attributes, *tensors_of(batch)])) as meter:
                 real = program.make_optimizer()

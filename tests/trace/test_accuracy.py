@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memfit.apply.batch_tree import split_by_sizes
+from lightning_memfit.batch_tree import split_by_sizes
 
 Compare = Callable[..., Any]
 SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)

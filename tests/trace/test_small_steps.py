@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.apply.batch_tree import split_by_sizes
+from lightning_memfit.batch_tree import split_by_sizes
 from lightning_memfit.errors import TraceError
 from lightning_memfit.trace.small_steps import PeakLine, measure_small_steps
 from lightning_memfit.trace.training_step import program_of

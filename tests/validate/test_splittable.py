@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_memfit.apply.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.validate.splittable import SplitVerdict, check_splittable, has_train_mode_batch_norm
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from lightning_memfit.apply.batch_tree import (
+from lightning_memfit.batch_tree import (
     batch_size_of,
     detach_tensors,
     join_outputs,

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memfit.validate.meter import AllocationMeter
-from lightning_memfit.validate.snapshot import reachable_tensors, take_snapshot
+from lightning_memfit.observe.meter import AllocationMeter
+from lightning_memfit.observe.snapshot import reachable_tensors, take_snapshot
 
 Where = Literal["memory", "disk"]
 EVERYWHERE = pytest.mark.parametrize("where", ["memory", "disk"])

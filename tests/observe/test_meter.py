@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_memfit.errors import UnsupportedError
-from lightning_memfit.validate.meter import AllocationMeter, MemoryEvent, _read, peak_of, storage_bytes
+from lightning_memfit.observe.meter import AllocationMeter, MemoryEvent, _read, peak_of, storage_bytes
 
 KIB = 1024
 
@@ -171,7 +171,7 @@ def test_a_profiler_that_is_recording_already_is_refused_with_a_way_out() -> Non
 def test_the_names_of_torch_that_the_adapter_touches_exist() -> None:
     for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler", "_profiler_enabled"):
         assert hasattr(torch._C._autograd, name), (
-            f"torch._C._autograd.{name} is gone: lightning_memfit.validate.meter needs it"
+            f"torch._C._autograd.{name} is gone: lightning_memfit.observe.meter needs it"
         )
     with AllocationMeter(0) as meter:
         torch.ones(3)

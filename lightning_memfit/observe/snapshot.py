@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memfit.validate.tensor_vault import TensorsIn, TensorVault
+from lightning_memfit.observe.tensor_vault import TensorsIn, TensorVault
 
 Restore = Callable[[], None]
 
