@@ -28,6 +28,22 @@ class BatchStructureError(ConfigurationError):
     """A batch cannot be divided along its batch dimension; ``split_batch=`` is the way out."""
 
 
+class PlanFileError(ConfigurationError):
+    """A plan in a file, a mapping or a checkpoint cannot be used; the message names where it is, the field and why."""
+
+
+class StalePlanError(ConfigurationError):
+    """A plan was made for something else than this run; the message names what differs, as planned and as it is now.
+
+    Attributes:
+        reasons: one line for every difference.
+    """
+
+    def __init__(self, message: str, *, reasons: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
 class TraceError(MemFitError, RuntimeError):
     """One training step could not be traced without running it; the message carries the reason."""
 

@@ -6,16 +6,18 @@ add values and not shapes. Nothing here imports Lightning, OmegaConf or ``torch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
 from lightning_memfit.errors import BatchArithmeticError, ConfigurationError
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.measurement import Measurement as Measurement
+from lightning_memfit.measurement import OperatorCost as OperatorCost
+from lightning_memfit.measurement import OptimizerStatesMeasurement as OptimizerStatesMeasurement
+from lightning_memfit.measurement import TimedPlan as TimedPlan
+from lightning_memfit.plan_file import plain_data
 
 SCHEMA_VERSION = 1
 
@@ -204,6 +206,8 @@ class Candidate:
         parts = [
             "undivided batch" if split.num_slices == 1 else f"{split.num_slices} slices of <= {split.micro_batch_size}"
         ]
+        if self.precision != "32-true":
+            parts.append(self.precision)
         if self.activation_checkpointing != "none":
             parts.append(f"checkpointing {len(self.checkpointed_modules)} modules")
         if self.zero_gradients_early:
@@ -300,6 +304,8 @@ class PassedOver:
     """The setting of the levers."""
     predicted_peak_bytes: int | None
     """Its predicted peak; ``None`` if it was ruled out without a forecast."""
+    predicted_step_seconds: float | None = None
+    """Wall-clock seconds of one optimizer step; ``None`` where they were not predicted."""
     reason: str
     """Why it was passed over."""
 
@@ -353,159 +359,39 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: dicts, lists, numbers and text."""
-        plain: dict[str, Any] = _plain(self)
+        plain: dict[str, Any] = plain_data(self)
         return plain
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan as YAML and return the path."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        return path
+        """Write the plan as YAML, whole or not at all, and return the path; missing folders are made.
+
+        Raises:
+            PlanFileError: if :meth:`load` would refuse it, naming the field; nothing is written then.
+            OSError: if the folder cannot be written to; an earlier file of that name is then untouched.
+        """
+        from lightning_memfit import plan_schema
+
+        return plan_schema.save_plan(self, path)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """Rebuild a plan from :meth:`to_dict`.
 
         Raises:
-            ConfigurationError: if the schema version is not this one, or a field is missing or unknown.
+            PlanFileError: naming the field that is missing, unknown, of another type, out of range, or at odds with
+                another.
         """
-        version = data.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ConfigurationError(
-                f"The plan has schema_version={version!r}; this release reads {SCHEMA_VERSION}. Plan again."
-            )
-        try:
-            forecast = dict(data["forecast"])
-            forecast["candidate"] = _candidate(forecast["candidate"])
-            forecast["memory"] = MemoryBreakdown(**forecast["memory"])
-            forecast["notes"] = tuple(forecast["notes"])
-            request = dict(data["request"])
-            if isinstance(request["activation_checkpointing"], list):
-                request["activation_checkpointing"] = tuple(request["activation_checkpointing"])
-            device = dict(data["device"])
-            device["supported_precisions"] = tuple(device["supported_precisions"])
-            return cls(
-                request=PlanRequest(**request),
-                device=DeviceSpec(**device),
-                budget=Budget(**data["budget"]),
-                forecast=Forecast(**forecast),
-                choices=tuple(Choice(**choice) for choice in data["choices"]),
-                passed_over=tuple(
-                    PassedOver(**{**passed, "candidate": _candidate(passed["candidate"])})
-                    for passed in data["passed_over"]
-                ),
-                notes=tuple(data["notes"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ConfigurationError(f"The plan is incomplete or has unknown fields: {error}. Plan again.") from error
+        from lightning_memfit import plan_schema
+
+        return plan_schema.read_plan(data)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan written by :meth:`save`.
+        """Read a plan written by :meth:`save`, or the record that a run leaves; nothing in the file is executed.
 
         Raises:
-            ConfigurationError: if the file is no plan of this schema version.
+            PlanFileError: if the file cannot be read, is not plain YAML, or is no plan of this schema version.
         """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"{path} holds no plan: it is not valid YAML ({error}).") from error
-        if not isinstance(data, dict):
-            raise ConfigurationError(f"{path} holds no plan: expected a mapping, found {type(data).__name__}.")
-        return cls.from_dict(data)
+        from lightning_memfit import plan_schema
 
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorCost:
-    """Time and calls of one operator in the profiled steps."""
-
-    name: str
-    """Operator name as the profiler shows it."""
-    self_seconds: float
-    """Time in the operator itself over all profiled steps, in seconds."""
-    calls: int
-    """Number of calls."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimedPlan:
-    """A candidate that was run for real because it was predicted to be among the fastest."""
-
-    candidate: Candidate
-    """The setting of the levers."""
-    predicted_step_seconds: float | None
-    """Wall-clock seconds of one optimizer step as predicted."""
-    measured_step_seconds: float | None
-    """As measured, without the profiler; ``None`` if it did not fit."""
-    measured_peak_allocated_bytes: int | None
-    """Its measured peak; ``None`` if it ran out of memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerStatesMeasurement:
-    """What the optimizer's states really are after a step."""
-
-    optimizer: str
-    """Qualified name of the optimizer's class."""
-    quantised_parameters: int
-    """Parameter elements whose states are quantised."""
-    quantised_bytes: int
-    """Bytes of their states, scales included."""
-    kept_parameters: int
-    """Parameter elements whose states are kept in 32 bits."""
-    kept_bytes: int
-    """Bytes of their states."""
-    saved_bytes: int
-    """Bytes that the states in 32 bits would take beyond these."""
-    kept_reason: str
-    """Why some are kept, in words; empty if none are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What the memory warm-up measured at the final settings."""
-
-    measured_peak_allocated_bytes: int
-    """Most bytes of the torch allocator alive at one moment of the profiled training steps."""
-    measured_evaluation_peak_bytes: int | None
-    """The same for the evaluation step; ``None`` if the run does not validate."""
-    measured_peak_rss_bytes: int | None
-    """Highest resident set size seen during the warm-up; ``None`` where the system does not tell."""
-    measured_step_seconds: float
-    """Wall-clock seconds of one optimizer step: of the fastest unprofiled one where plans were timed, else of the last
-    profiled one."""
-    profiled_steps: int
-    """Optimizer steps that were run; 0 if ``training_step`` gave no loss, so that nothing is proven."""
-    costliest_ops: tuple[OperatorCost, ...] = ()
-    """The operators that took the most time."""
-    timed_plans: tuple[TimedPlan, ...] = ()
-    """The candidates that were run for their speed, the one taken included; empty if there was no choice."""
-    optimizer_states: OptimizerStatesMeasurement | None = None
-    """The verified format of the optimizer's states; ``None`` where they are as configured."""
-
-    @property
-    def measured_peak_bytes(self) -> int:
-        """The larger of the training and the evaluation peak."""
-        return max(self.measured_peak_allocated_bytes, self.measured_evaluation_peak_bytes or 0)
-
-
-def _candidate(data: Mapping[str, Any]) -> Candidate:
-    split = {**data["split"], "slice_sizes": tuple(data["split"]["slice_sizes"])}
-    return Candidate(
-        **{
-            **data,
-            "split": BatchSplit(**split),
-            "checkpointed_modules": tuple(data["checkpointed_modules"]),
-        }
-    )
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {spec.name: _plain(getattr(value, spec.name)) for spec in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value
+        return plan_schema.load_plan(path)

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memfit.errors import BatchArithmeticError, ConfigurationError
+from lightning_memfit.errors import BatchArithmeticError, ConfigurationError, PlanFileError
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import (
     CATEGORIES,
@@ -98,14 +98,18 @@ PLAN = Plan(
         method="extrapolated",
         flops=10**15,
         recomputed_flops=10**14,
+        predicted_step_seconds=0.25,
+        confirmed=False,
         notes=("two small steps",),
     ),
     choices=(Choice(lever="precision", value="bf16-mixed", reason="as asked"),),
     passed_over=(
-        PassedOver(candidate=PLAIN, predicted_peak_bytes=123, reason="over the budget"),
+        PassedOver(candidate=PLAIN, predicted_peak_bytes=123, predicted_step_seconds=0.5, reason="over the budget"),
         PassedOver(candidate=CANDIDATE, predicted_peak_bytes=None, reason="ruled out"),
     ),
     notes=("the last window is short",),
+    planned_batch="the largest of 100 batches: (32, 512) int64",
+    fingerprint={"model": "Net of 3 modules [0123456789ab]", "torch": "2.13.0"},
 )
 
 
@@ -156,41 +160,57 @@ def test_a_plan_as_a_dict_is_plain_data() -> None:
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(PlanFileError) as caught:
         Plan.from_dict({**PLAN.to_dict(), "schema_version": 2})
-    assert str(caught.value) == f"The plan has schema_version=2; this release reads {SCHEMA_VERSION}. Plan again."
-    with pytest.raises(ConfigurationError, match=r"schema_version=None"):
+    assert str(caught.value) == (
+        f"The plan that was given cannot be used as a plan: schema_version is 2, and this release reads "
+        f"{SCHEMA_VERSION}. Plan again: leave plan= out."
+    )
+    with pytest.raises(PlanFileError, match=r"schema_version is null"):
         Plan.from_dict({})
 
 
 def test_a_plan_without_a_field_is_refused_by_its_name() -> None:
     data = PLAN.to_dict()
     del data["budget"]
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(PlanFileError) as caught:
         Plan.from_dict(data)
-    assert str(caught.value) == "The plan is incomplete or has unknown fields: 'budget'. Plan again."
+    assert str(caught.value) == (
+        "The plan that was given cannot be used as a plan: the field budget is missing. Plan again: leave plan= out."
+    )
 
 
 def test_a_plan_with_an_unknown_field_is_refused_by_its_name() -> None:
     data = PLAN.to_dict()
     data["request"]["warmup"] = 3
-    with pytest.raises(ConfigurationError, match=r"unknown fields: .*'warmup'\. Plan again\.$"):
+    with pytest.raises(PlanFileError) as caught:
         Plan.from_dict(data)
+    assert str(caught.value) == (
+        "The plan that was given cannot be used as a plan: the field request.warmup is not known to this release "
+        "(PlanRequest). Plan again: leave plan= out."
+    )
 
 
 def test_an_edited_plan_whose_parts_do_not_multiply_is_refused() -> None:
     data = PLAN.to_dict()
     data["forecast"]["candidate"]["split"]["effective_batch_size"] = 200
-    with pytest.raises(BatchArithmeticError, match=r"effective_batch_size=200 is not ranks 2"):
+    with pytest.raises(ConfigurationError) as caught:
         Plan.from_dict(data)
+    assert str(caught.value) == (
+        "The plan that was given cannot be used as a plan: forecast.candidate.split.effective_batch_size is 200, but "
+        "must be 2 ranks x accumulate_grad_batches 3 x loader_batch_size 32 = 192. Plan again: leave plan= out."
+    )
 
 
 def test_a_file_without_a_mapping_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("- just\n- a list\n")
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(PlanFileError) as caught:
         Plan.load(path)
-    assert str(caught.value) == f"{path} holds no plan: expected a mapping, found list."
+    assert str(caught.value) == (
+        f"{path} cannot be used as a plan: it is a list of 2: ['just', 'a list'], but must be a mapping of the plan's "
+        "fields. Plan again: leave plan= out."
+    )
 
 
 def test_sections_that_a_record_adds_are_ignored(tmp_path: Path) -> None:
@@ -352,8 +372,8 @@ def test_the_harm_tier_is_that_of_the_most_harmful_lever(changes: dict[str, Any]
 def test_labels_name_every_lever_that_is_on() -> None:
     assert PLAIN.label == "undivided batch"
     assert CANDIDATE.label == (
-        "3 slices of <= 11, checkpointing 2 modules, gradients zeroed early, 8bit optimizer states, fused optimizer, "
-        "offload optimizer"
+        "3 slices of <= 11, bf16-mixed, checkpointing 2 modules, gradients zeroed early, 8bit optimizer states, "
+        "fused optimizer, offload optimizer"
     )
 
 
