@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,16 @@ def _environment_key() -> str:
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         str(torch._C._has_mkldnn),
+        _version_of("bitsandbytes"),  # whose operators are probed too
     )
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _as_json(found: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The probing process: runs operators on stand-ins and reports what each allocated. Imports torch and nothing else.
+"""The probing process: runs operators on stand-ins and reports what each allocated. Starts with torch and nothing else.
 
 Started as a script by ``op_probe.py``, so that an operator that crashes on stand-ins takes only this process along.
 Each message on standard input is a pickled list of ``(number, op, args, kwargs)``; each answer on standard output is a
@@ -10,18 +10,26 @@ Adapter for private names of torch: the profiler's ``_prepare_profiler``, ``_ena
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
 from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 _MARK = "memfit_probe_"
+
+# Namespaces of operators that a library registers when it is imported: namespace to library. Nothing else is imported
+# on the word of a request.
+_REGISTERED_BY = {"bitsandbytes": "bitsandbytes"}
+
 Shape = tuple[str, tuple[int, ...], tuple[int, ...]]
 """dtype, size and stride of a tensor."""
 
@@ -136,7 +144,21 @@ def _is_whole(shape: Shape, maker: torch.Tensor) -> bool:
 
 def _operator(name: str) -> Any:
     namespace, packet, overload = name.split(".")
+    if namespace in _REGISTERED_BY:
+        with _without_compiling():
+            importlib.import_module(_REGISTERED_BY[namespace])
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+@contextlib.contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Let ``torch.compile`` return what it is given: setting it up costs two seconds, for operators not probed here."""
+
+    def same(function: Any = None, **options: Any) -> Any:
+        return same if function is None else function
+
+    with mock.patch.object(torch, "compile", same):
+        yield
 
 
 def _peaks(events: Any) -> dict[int, int]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_memfit.trace import op_probe_worker
 from lightning_memfit.trace.op_probe_worker import Prober, read_message, real_shape, write_message
 
 
@@ -88,6 +92,56 @@ def test_real_shapes_replace_claimed_ones_only_where_they_must() -> None:
     assert real_shape(("uint8", (0,), (1,)), ("uint8", (99,), (1,))) == ("uint8", (99,), (1,))
     assert real_shape(("bfloat16", (4,), (2,)), ("float32", (4,), (1,))) == ("float32", (4,), (2,))
     assert real_shape(("bfloat16", (2, 2), (2, 1)), ("float32", (4,), (1,))) == ("bfloat16", (2, 2), (2, 1))
+
+
+def test_an_operator_of_a_known_library_is_probed_and_the_library_imported_for_it() -> None:
+    # One step of 8-bit Adam: both moments dequantised, the scaled gradient, a root and the denominator, each of 4096
+    # elements x 4 B; and a few bytes for numbers that operators wrap in tensors. Nothing is returned.
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("needs bitsandbytes")
+    codes, table, scales = tensor(64, 64, dtype="uint8"), tensor(256), tensor(16)
+    numbers = [0.9, 0.999, 0.0, 0.0, 1e-8, 2, 1e-3]
+    arguments = [
+        "adam",
+        tensor(64, 64),
+        tensor(64, 64),
+        codes,
+        codes,
+        *numbers,
+        table,
+        table,
+        scales,
+        scales,
+        0.01,
+        1.0,
+    ]
+    requests = [(0, "bitsandbytes.optimizer_update_8bit_blockwise.default", arguments, {})]
+    # In a process of its own: here the library may have been imported by another test.
+    stream = io.BytesIO()
+    for message in ({"threads": 1, "largest_bytes": 2**30}, requests):
+        write_message(stream, message)
+    worker = subprocess.run(
+        [sys.executable, op_probe_worker.__file__], input=stream.getvalue(), capture_output=True, check=True
+    )
+    answers = io.BytesIO(worker.stdout)
+    assert read_message(answers) == "ready"
+    peak, outputs, _ = read_message(answers)[0]
+    assert 5 * 4096 * 4 <= peak < 5 * 4096 * 4 + 64
+    assert outputs == {}
+
+
+def test_importing_a_library_for_a_probe_sets_up_no_compiler() -> None:
+    compiles = torch.compile
+    with op_probe_worker._without_compiling():
+        assert torch.compile(run) is run
+        assert torch.compile(dynamic=False)(run) is run  # type: ignore[call-overload]
+    assert torch.compile is compiles
+
+
+def test_no_other_library_is_imported_on_the_word_of_a_request() -> None:
+    answer = run(("antigravity.fly.default", [], {}))[0]
+    assert answer.startswith("AttributeError: ")
+    assert "antigravity" not in sys.modules
 
 
 def test_gradients_are_left_alone_and_grad_mode_comes_back() -> None:
