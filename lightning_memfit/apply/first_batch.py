@@ -1,12 +1,12 @@
-"""Looking at the first batch of one loader, in the way that leaves no trace for its kind.
+"""Looking at the first batches of one loader, in the way that leaves no trace for its kind.
 
 * A map-style ``DataLoader`` is read through a copy: the same dataset, but copies of its samplers. With workers, the
-  batch is fetched in one worker, as in training: handles that a dataset opens on first use must not be opened in the
-  process from which workers are forked.
+  batches are fetched in one worker, as in training: handles that a dataset opens on first use must not be opened in
+  the process from which workers are forked.
 * An ``IterableDataset`` without workers cannot be rewound: its samples are looked at and handed on, so that the loader
   may still be rebuilt with another batch size.
-* Any other iterable is advanced by one batch, which is handed on; workers stay open.
-* A sequence is asked for its first element.
+* Any other iterable is advanced, and what it yielded is handed on; workers stay open.
+* A sequence is asked for its elements.
 """
 
 from __future__ import annotations
@@ -20,18 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, SequentialSampler
 
-from lightning_memfit.apply.handed_on import (
-    HandedOn,
-    RandomSources,
-    Stream,
-    can_hand_on,
-    hand_on,
-    is_generator,
-    own_class,
-    stream_of,
-)
+from lightning_memfit.apply.handed_on import HandedOn, Stream, can_hand_on, hand_on, own_class, stream_of
+from lightning_memfit.apply.random_sources import RandomSources, is_generator
 from lightning_memfit.errors import ConfigurationError
 
 # What a sampler may change in place is copied, also if the dataset holds it too.
@@ -43,7 +35,7 @@ class NoBatchError(Exception):
 
 
 class Look(ABC):
-    """One look at the first batch: ``start``, ``first``, ``end``, in this order."""
+    """One look at the first batches: ``start``, then ``first`` or ``batches``, then ``end``."""
 
     def __init__(self, loader: Any) -> None:
         """Nothing is read yet."""
@@ -60,12 +52,24 @@ class Look(ABC):
         """Make an iterator."""
 
     @abstractmethod
+    def batches(self) -> Iterator[Any]:
+        """The batches in order, one at a time; some are what the data still holds, see :meth:`own`."""
+
+    def own(self, batch: Any) -> Any:
+        """One of :meth:`batches` that the caller may change."""
+        return _own_copy(batch)
+
     def first(self) -> Any:
         """The first batch, the caller's own.
 
         Raises:
             NoBatchError: if there is none.
         """
+        missing = object()  # StopIteration is not let out: inside a generator it would turn into another exception
+        batch = next(self.batches(), missing)
+        if batch is missing:
+            raise NoBatchError
+        return self.own(batch)
 
     def end(self) -> None:  # noqa: B027 (some kinds have nothing to let go)
         """Let go of what was only needed for the look; called also after an exception."""
@@ -75,7 +79,14 @@ class Look(ABC):
         return self.loader
 
 
-def look_at(loader: Any, *, shared: Iterable[object], prepare: Callable[[Any], None], starts: int) -> Look:
+def look_at(
+    loader: Any,
+    *,
+    shared: Iterable[object],
+    prepare: Callable[[Any], None],
+    starts: int,
+    in_order: bool = False,
+) -> Look:
     """Choose the way for this kind of loader.
 
     Args:
@@ -83,6 +94,7 @@ def look_at(loader: Any, *, shared: Iterable[object], prepare: Callable[[Any], N
         shared: objects that samplers may refer to and that must not be copied with them.
         prepare: completes a loader whose workers are about to start.
         starts: how often Lightning makes an iterator of an object that is no ``DataLoader`` before it reads from it.
+        in_order: whether Lightning will replace the sampler by one that does not shuffle, as for overfitting.
 
     Raises:
         ConfigurationError: if the object is no iterable.
@@ -92,13 +104,15 @@ def look_at(loader: Any, *, shared: Iterable[object], prepare: Callable[[Any], N
             return _Items(loader, prepare, 1)
         if not isinstance(loader.dataset, IterableDataset):
             copied = _copy_samplers(loader, shared)
-            return _Items(loader, prepare, 1) if copied is None else _Copy(loader, copied, prepare)
+            if copied is None:
+                return _Items(loader, prepare, 1)
+            return MapStyleLook(loader, _unshuffled(loader, copied) if in_order else copied, prepare)
         in_this_process = loader.num_workers == 0 and not isinstance(loader.dataset, IterDataPipe)
         if in_this_process and can_hand_on(loader.dataset):
             return _Samples(loader)
         return _Items(loader, prepare, 1)
     if isinstance(loader, (list, tuple, range, str, bytes, torch.Tensor, np.ndarray)):
-        return _Element(loader)
+        return _Elements(loader)
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
             f"The loader is a {type(loader).__name__}, which is no iterable over batches. "
@@ -107,23 +121,46 @@ def look_at(loader: Any, *, shared: Iterable[object], prepare: Callable[[Any], N
     return _Items(loader, prepare, starts)
 
 
-class _Copy(Look):
-    """Of a map-style loader: one batch through copies of its samplers."""
+class MapStyleLook(Look):
+    """Of a map-style loader: through copies of its samplers, which tell the whole order without loading a sample."""
 
     def __init__(self, loader: DataLoader[Any], copied: tuple[Any, Any], prepare: Callable[[Any], None]) -> None:
         super().__init__(loader)
+        self.select: Callable[[Iterator[Any]], Iterable[Any]] = _first_only
+        """Which of the batches, given as their indices, are loaded. Set it before ``start``; by default the first."""
+        self.collate: Callable[[Any], Any] = loader.collate_fn
+        """Makes a batch of samples, where they are loaded: in a worker if the run has any."""
         self._indices, self._generator = copied
         self._prepare = prepare
         self._iterator: Iterator[Any] = iter(())
 
     @property
     def generators(self) -> list[object]:
+        """Those that the dataset and the collation hold; samplers are copied with theirs."""
         return _generators_in(self.loader)
 
     def start(self) -> None:
-        loader, first = self.loader, _First(self._indices)
-        settings: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": self._generator}
-        settings.update(_batching(loader, first))
+        """Begin to load what is selected."""
+        self.load(_Selected(self._indices, lambda order: self.select(order)))
+
+    def batches(self) -> Iterator[Any]:
+        """Those that are being loaded."""
+        return self._iterator
+
+    def own(self, batch: Any) -> Any:
+        """The batch; a copy where it is not collated from samples, since the dataset may hold it."""
+        return batch if self.loader.batch_sampler is not None else _own_copy(batch)
+
+    def end(self) -> None:
+        """End the worker, if there is one, and let go of who selected."""
+        self._iterator = iter(())
+        self.select, self.collate = _first_only, self.loader.collate_fn
+
+    def load(self, indices: Iterable[Any]) -> None:
+        """Begin to load the batches of these indices, as in training, in place of what was being loaded."""
+        loader = self.loader
+        settings: dict[str, Any] = {"collate_fn": self.collate, "generator": self._generator}
+        settings.update(_batching(loader, indices))
         if loader.num_workers > 0:
             settings.update(
                 num_workers=1,
@@ -137,17 +174,9 @@ class _Copy(Look):
             self._prepare(reader)
         self._iterator = iter(reader)
 
-    def first(self) -> Any:
-        batch = _next(self._iterator)
-        # Collated from samples, it is new; otherwise it may be what the dataset holds.
-        return batch if self.loader.batch_sampler is not None else _own_copy(batch)
 
-    def end(self) -> None:
-        self._iterator = iter(())
-
-
-class _HandedOnLook(Look):
-    """Of what cannot be rewound: hands on what was looked at, unless nothing was found or an exception came up."""
+class HandedOnLook(Look):
+    """Of what cannot be rewound: hands on what was looked at, unless nothing was found."""
 
     def __init__(self, loader: Any, owner: Any, stream: Stream) -> None:
         super().__init__(loader)
@@ -155,7 +184,28 @@ class _HandedOnLook(Look):
         self._found = False
         self._delivered = loader
 
+    def batches(self) -> Iterator[Any]:
+        """The batches in order; each one is handed on."""
+        for batch in self._read():
+            self._found = True
+            yield batch
+
+    @abstractmethod
+    def _read(self) -> Iterator[Any]:
+        """The batches, on which nobody has laid hands yet."""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a further batch can be looked at so that training is as in a plain run.
+
+        Not where reading draws the random numbers that training draws too, nor of an object whose position is saved:
+        a checkpoint would hold one that training has not reached.
+        """
+        saves_position = any(hasattr(held, "state_dict") for held in (self.loader, self._owner))
+        return not saves_position and not self._stream.draws
+
     def end(self) -> None:
+        """Let what was looked at wait for the next who iterates."""
         if stream_of(self._owner) is not None:  # waits since an earlier look
             return
         if not self._found:
@@ -166,10 +216,11 @@ class _HandedOnLook(Look):
             self._delivered = HandedOn(self._owner, self._stream)
 
     def deliver(self) -> Any:
+        """The loader, or what stands for it."""
         return self._delivered
 
 
-class _Samples(_HandedOnLook):
+class _Samples(HandedOnLook):
     """Of an ``IterableDataset`` in this process: its samples."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -189,9 +240,10 @@ class _Samples(_HandedOnLook):
         )
         self._iterator = iter(reader)
 
-    def first(self) -> Any:
-        batch = _next(self._iterator)
-        self._found = True
+    def _read(self) -> Iterator[Any]:
+        return self._iterator
+
+    def own(self, batch: Any) -> Any:
         return batch if self.loader.batch_sampler is not None else _own_copy(batch)
 
     def end(self) -> None:
@@ -199,8 +251,8 @@ class _Samples(_HandedOnLook):
         super().end()
 
 
-class _Items(_HandedOnLook):
-    """Of any iterable: its first item."""
+class _Items(HandedOnLook):
+    """Of any iterable: its items."""
 
     def __init__(self, loader: Any, prepare: Callable[[Any], None], starts: int) -> None:
         stream = stream_of(loader) or Stream(
@@ -220,30 +272,32 @@ class _Items(_HandedOnLook):
         if _keeps_workers(self.loader):
             self.loader._iterator = None
 
-    def first(self) -> Any:
-        batch = _next(self._stream.look_ahead())
-        self._found = True
-        return _own_copy(batch)
+    def _read(self) -> Iterator[Any]:
+        return self._stream.look_ahead()
 
 
-class _Element(Look):
-    """Of a sequence: its first element."""
+class _Elements(Look):
+    """Of a sequence: its elements."""
 
     def start(self) -> None:
         pass
 
-    def first(self) -> Any:
-        return _own_copy(_next(iter(self.loader)))
+    def batches(self) -> Iterator[Any]:
+        return iter(self.loader)
 
 
-class _First:
-    """The first element of an iterable, so that a worker does not fetch more than one batch."""
+def _first_only(order: Iterator[Any]) -> Iterator[Any]:
+    return islice(order, 1)
 
-    def __init__(self, iterable: Iterable[Any]) -> None:
-        self._iterable = iterable
+
+class _Selected:
+    """Some of the elements of an iterable, so that a worker fetches no other batch."""
+
+    def __init__(self, iterable: Iterable[Any], select: Callable[[Iterator[Any]], Iterable[Any]]) -> None:
+        self._iterable, self._select = iterable, select
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._iterable), 1)
+        return iter(self._select(iter(self._iterable)))
 
 
 class _LookedAt(IterableDataset[Any]):
@@ -260,15 +314,6 @@ class _LookedAt(IterableDataset[Any]):
 class _NoSamples(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
-
-
-def _next(iterator: Iterator[Any]) -> Any:
-    # StopIteration is not let out: inside a generator it would turn into another exception.
-    missing = object()
-    batch = next(iterator, missing)
-    if batch is missing:
-        raise NoBatchError
-    return batch
 
 
 def _is_standard(loader: Any) -> bool:
@@ -292,6 +337,17 @@ def _batching(loader: DataLoader[Any], indices: Any) -> dict[str, Any]:
     if loader.batch_sampler is not None:
         return {"batch_sampler": indices}
     return {"batch_size": None, "sampler": indices}
+
+
+def _unshuffled(loader: DataLoader[Any], copied: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What yields the indices after Lightning has replaced the sampler; a batch sampler of another kind is kept."""
+    in_order: Any = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    if loader.batch_sampler is None:
+        return in_order, copied[1]
+    if type(loader.batch_sampler) is not BatchSampler:
+        return copied
+    sampler = loader.batch_sampler
+    return BatchSampler(in_order, sampler.batch_size, sampler.drop_last), copied[1]
 
 
 def _copy_samplers(loader: DataLoader[Any], shared: Iterable[object]) -> tuple[Any, Any] | None:

@@ -8,79 +8,46 @@ The object itself stays the same one: only its class is exchanged for a subclass
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
+from lightning_memfit.apply.random_sources import Move, RandomSources
 
 _STREAM = "_handed_on_stream"
 
 
-class RandomSources:
-    """The global generators of torch (host), numpy and Python, and further ones: read, written back, compared."""
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How an iterator ended while it was looked at."""
 
-    def __init__(self, *generators: object) -> None:
-        """Take the further ones that :func:`is_generator` knows; anything else is left out."""
-        self._further = list({id(generator): generator for generator in generators if is_generator(generator)}.values())
+    move: Move
+    """What reaching the end did to the random generators."""
+    error: Exception | None
+    """What it raised; ``None`` if there was simply nothing more."""
 
-    def read(self) -> list[Any]:
-        """The state of every generator."""
-        fixed: list[Any] = [torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()]
-        return fixed + [_state(generator) for generator in self._further]
+    def reach(self) -> None:
+        """End in the same way for the one who is handed on.
 
-    def write(self, states: list[Any], *, only: Callable[[int], bool] = lambda index: True) -> None:
-        """Set the states as :meth:`read` gave them; ``only`` chooses by position."""
-        fixed = (torch.set_rng_state, np.random.set_state, random.setstate)
-        for index, state in enumerate(states):
-            if not only(index):
-                continue
-            if index < len(fixed):
-                fixed[index](state)
-            else:
-                _set_state(self._further[index - len(fixed)], state)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Give every generator its state back at the end, also after an exception."""
-        states = self.read()
-        try:
-            yield
-        finally:
-            self.write(states)
-
-    def record(self, call: Callable[[], Any]) -> tuple[Any, Move]:
-        """Call, and note which generators the call moved from where to where."""
-        before = self.read()
-        result = call()
-        return result, Move(self, before, self.read())
-
-
-class Move:
-    """What one call did to the random generators."""
-
-    def __init__(self, sources: RandomSources, before: list[Any], after: list[Any]) -> None:
-        """Keep the states of the generators that moved."""
-        self._sources = sources
-        self._moved = {
-            index: (old, new) for index, (old, new) in enumerate(zip(before, after, strict=True)) if not _same(old, new)
-        }
-
-    def replay(self) -> bool:
-        """Move the generators as the call did, those that stand where it found them; whether that was all of them.
-
-        One that stands elsewhere was used in between, so that a plain run would have drawn other numbers as well.
+        Raises:
+            Exception: what the iterator raised, if it did.
         """
-        if not self._moved:
-            return True
-        now = self._sources.read()
-        found = {index for index, (old, _) in self._moved.items() if _same(now[index], old)}
-        target = [self._moved[index][1] if index in found else state for index, state in enumerate(now)]
-        self._sources.write(target, only=found.__contains__)
-        return len(found) == len(self._moved)
+        self.move.replay()
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What one consumer gets."""
+
+    items: deque[tuple[Any, Move]]
+    """What was looked at, in order."""
+    iterator: Iterator[Any]
+    """Goes on after them."""
+    end: End | None
+    """Set if the iterator has no more."""
 
 
 class Stream:
@@ -111,6 +78,15 @@ class Stream:
         self._iterator: Iterator[Any] | None = None
         self._start_moves: deque[Move] = deque()
         self._items: deque[tuple[Any, Move]] = deque()
+        self._end: End | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether the latest item drew numbers from generators that training draws from too.
+
+        Looking further would then draw them in another order than a plain run, in which training draws in between.
+        """
+        return bool(self._items) and self._items[-1][1].of_global_generators
 
     def open(self) -> None:
         """Make the iterator, once."""
@@ -121,22 +97,35 @@ class Stream:
             self._start_moves.append(move)
 
     def look_ahead(self) -> Iterator[Any]:
-        """Yield the items from the first one on, using none of them up; may be called repeatedly."""
+        """Yield the items from the first one on, using none of them up; may be called repeatedly.
+
+        An exception of the iterator passes through, and comes up again where the consumer gets there.
+        """
         self.open()
-        assert self._iterator is not None
         position = 0
-        while True:
-            if position < len(self._items):
-                item, move = self._items[position]
-                move.replay()
-            else:
-                try:
-                    item, move = self._sources.record(self._iterator.__next__)
-                except StopIteration:
-                    return
-                self._items.append((item, move))
+        while position < len(self._items) or self._advance():
+            item, move = self._items[position]
+            move.replay()
             yield item
             position += 1
+
+    def _advance(self) -> bool:
+        """Take one more item from the iterator; whether there was one."""
+        assert self._iterator is not None
+        if self._end is not None:
+            self._end.reach()
+            return False
+        before = self._sources.read()
+        try:
+            item = next(self._iterator)
+        except Exception as error:
+            stopped = isinstance(error, StopIteration)
+            self._end = End(move=Move(self._sources, before, self._sources.read()), error=None if stopped else error)
+            if not stopped:
+                raise
+            return False
+        self._items.append((item, Move(self._sources, before, self._sources.read())))
+        return True
 
     def start_again(self) -> None:
         """The consumer asks for an iterator: draw what that draws."""
@@ -144,25 +133,28 @@ class Stream:
         if not replayed and self._redraw is not None:
             self._redraw()
 
-    def claim(self) -> tuple[deque[tuple[Any, Move]], Iterator[Any]] | None:
+    def claim(self) -> Claim | None:
         """The items looked at and the iterator that goes on after them; ``None`` if they were claimed before."""
         if self.claimed or self._iterator is None:
             return None
         self.claimed = True
-        items, iterator, on_claim = self._items, self._iterator, self._on_claim
+        claim, on_claim = Claim(items=self._items, iterator=self._iterator, end=self._end), self._on_claim
         self._let_go()
         if on_claim is not None:
-            on_claim(iterator)
-        return items, iterator
+            on_claim(claim.iterator)
+        return claim
 
     def drop(self) -> None:
         """Let the iterator and the items go; workers that belong to it end with it."""
         self.claimed = True
+        if self._end is not None and self._end.error is not None:
+            # An error of a worker refers to itself by its traceback, and by that to the worker.
+            self._end.error.__traceback__ = None
         self._let_go()
 
     def _let_go(self) -> None:
         # The callables refer to the object that is iterated; it must not live longer because it was looked at.
-        self._items, self._iterator = deque(), None
+        self._items, self._iterator, self._end = deque(), None, None
         self._start, self._redraw, self._on_claim = _start_nothing, None, None
 
 
@@ -174,21 +166,33 @@ class HandedOnIterator:
         self._stream, self._release, self._fresh = stream, release, fresh
         self._items: deque[tuple[Any, Move]] = deque()
         self._iterator: Iterator[Any] | None = None
+        self._end: End | None = None
 
     def __iter__(self) -> HandedOnIterator:
         return self
 
     def __next__(self) -> Any:
         if self._iterator is None:
-            claimed = self._stream.claim()
-            self._release()
-            self._items, self._iterator = claimed if claimed is not None else (deque(), self._fresh())
-            del self._stream, self._release, self._fresh
+            self._iterator = self._begin()
         if self._items:
             item, move = self._items.popleft()
             move.replay()
             return item
+        if self._end is not None:
+            end, self._end = self._end, None
+            end.reach()
+            raise StopIteration
         return next(self._iterator)
+
+    def _begin(self) -> Iterator[Any]:
+        claim = self._stream.claim()
+        self._release()
+        fresh = self._fresh
+        del self._stream, self._release, self._fresh
+        if claim is None:
+            return fresh()
+        self._items, self._end = claim.items, claim.end
+        return claim.iterator
 
     def __reduce__(self) -> Any:
         # A copy is exhausted: positions in data do not travel, as with the iterators of a DataLoader.
@@ -296,39 +300,5 @@ def stop_handing_on(owner: object) -> None:
         object.__setattr__(owner, "__class__", own_class(owner))
 
 
-def is_generator(value: object) -> bool:
-    """Whether ``value`` is a random generator that :class:`RandomSources` can read and write."""
-    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
-
-
 def _start_nothing() -> Iterator[Any]:
     return iter(())
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, np.ndarray):
-        return np.array_equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    return bool(left == right)

@@ -1,11 +1,7 @@
-"""Adapter for the data sources of Lightning's loops (2.5 and 2.6).
-
-Touches ``trainer.fit_loop._data_source`` and ``trainer.fit_loop.epoch_loop.val_loop._data_source`` with their
-``instance`` and ``dataloader()``, ``val_loop._combined_loader``, ``CombinedLoader._mode``, and, of the module that
-defines the data source, ``_request_dataloader``, ``CombinedLoader`` and ``_auto_add_worker_init_fn``.
+"""The loaders of a fit: asked for once, looked at without a trace, rebuilt where that is wanted.
 
 Limits, besides side effects inside user datasets: the user's hook runs when the plan is made instead of when training
-starts. Random numbers that it draws then, and those that a stream draws for the batch that is handed on, are drawn
+starts. Random numbers that it draws then, and those that a stream draws for the batches that are handed on, are drawn
 again, as it were, when Lightning asks, provided that nothing else drew in between; if something did (training, before a
 validation stream is read), the run is a different, equally valid one. Loaders that are rebuilt while workers read an
 ``IterableDataset`` start their workers anew.
@@ -13,16 +9,36 @@ validation stream is read), the run is a different, equally valid one. Loaders t
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_memfit.apply.first_batch import Look, NoBatchError, look_at
-from lightning_memfit.apply.handed_on import Move, RandomSources, stop_handing_on
+from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, together
+from lightning_memfit.apply.batch_shapes import measure
+from lightning_memfit.apply.data_source import (
+    answer_once,
+    answer_with,
+    ask,
+    ask_again,
+    combined,
+    forget_answer,
+    mode_of,
+    structured,
+    train_source,
+    validation_loaders,
+    validation_source,
+    worker_seeding,
+)
+from lightning_memfit.apply.epoch_scan import Scan, ScanBounds, scan_of
+from lightning_memfit.apply.first_batch import Look, look_at
+from lightning_memfit.apply.handed_on import stop_handing_on
+from lightning_memfit.apply.looks import first_batches, largest_batches
+from lightning_memfit.apply.random_sources import Move
 from lightning_memfit.apply.rebuild import declared_batch_size, describe, length_of, rebuild, rebuild_obstacle
-from lightning_memfit.errors import ConfigurationError, UnsupportedError
+from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.undo import Undo
 
 
@@ -35,8 +51,7 @@ class TrainLoader:
         """What the user's hook returned, or what was passed to ``fit``."""
         self._trainer, self._source, self._hook_move = trainer, source, hook_move
         self._instance = source.instance
-        combined = _defined_beside(source, "CombinedLoader")
-        self._combined = loader if isinstance(loader, combined) else combined(loader, "max_size_cycle")
+        self._combined = combined(source, loader, "max_size_cycle")
         self._handed = loader
         self._asked = False
         self._rebuilt: tuple[Any, Any] | None = None
@@ -54,8 +69,8 @@ class TrainLoader:
                 "limit_train_batches=0 trains on 0 batches, so there is no batch to plan with. "
                 "Set it to 1 or more, or use MemFit(mode='off')."
             )
-        source = _attribute(trainer.fit_loop, "_data_source")
-        loader, move = _ask(source)
+        source = train_source(trainer)
+        loader, move = ask(source)
         if loader is None:
             raise ConfigurationError(
                 "train_dataloader() returned None, so there is no batch to plan with. Return a DataLoader or another "
@@ -80,7 +95,7 @@ class TrainLoader:
             members = [rebuild(self.loader, batch_size)]
         lengths = [_limited(length_of(member), self._trainer.limit_train_batches) for member in members]
         known = [length for length in lengths if length is not None]
-        if self._combined._mode == "min_size":
+        if mode_of(self._combined) == "min_size":
             return min(known, default=None)
         return max(known) if known and len(known) == len(lengths) else None
 
@@ -112,14 +127,52 @@ class TrainLoader:
             ConfigurationError: if the loader yields no batch.
         """
         looks = [self._look(member) for member in self._combined.flattened]
-        batches = _first_batches(looks, self._hook_move)
+        batches = first_batches(looks, self._hook_move)
         if batches is None:
-            raise ConfigurationError(
-                f"The train loader yields 0 batches ({self.describe}), so there is nothing to plan with or to train "
-                "on. Check the dataset's length, drop_last and the sampler."
-            )
+            raise self._no_batch()
         self._handed = _put_back(self._combined, self.loader, [look.deliver() for look in looks])
-        return _structured(self._combined, batches)
+        return structured(self._combined, batches)
+
+    def scan(
+        self, limits: ScanLimits, batch_size: int | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> ScannedBatch:
+        """The largest batch of the first epoch that is found within the limits; as careful as :meth:`peek`.
+
+        Of several loaders the largest of each are put together. What cannot be rewound hands on all batches that were
+        looked at, in order.
+
+        Args:
+            limits: where to end.
+            batch_size: samples per batch, where :meth:`install` will be asked for another number than the loader's.
+            clock: tells seconds.
+
+        Raises:
+            ConfigurationError: if the loader yields no batch, or cannot be rebuilt with this batch size.
+        """
+        self._check_rebuild(batch_size)
+        rebuilt = self._with_batch_size(self._handed, batch_size)
+        members = self._combined.flattened if rebuilt is self._handed else [rebuilt]
+        looks = [self._look(member) for member in members]
+        out_of_time = _Deadline(limits, clock)
+        most_held = self._trainer.max_steps if self._trainer.max_steps >= 0 else None
+        scans = [
+            scan_of(
+                look,
+                ScanBounds(
+                    limits=limits, total=self._total_of(look.loader), out_of_time=out_of_time, most_held=most_held
+                ),
+            )
+            for look in looks
+        ]
+        found = largest_batches(looks, scans, self._hook_move)
+        if found is None:
+            raise self._no_batch()
+        if rebuilt is self._handed:
+            self._handed = _put_back(self._combined, self.loader, [look.deliver() for look in looks])
+        batch = structured(self._combined, [each.batch for each in found])
+        if len(found) > 1:
+            return together(batch, found, total=self.num_batches)
+        return replace(found[0], batch=batch, rival=self._as_yielded(found[0].rival))
 
     def install(self, batch_size: int | None = None) -> Undo:
         """Make Lightning get this very loader when it asks next, and later ones from the user's hook.
@@ -130,30 +183,45 @@ class TrainLoader:
         Raises:
             ConfigurationError: if another batch size is asked of a loader that cannot be rebuilt.
         """
+        self._check_rebuild(batch_size)
+        return answer_with(self._source, lambda: self._deliver(batch_size))
+
+    def close(self) -> None:
+        """End workers that were started for a look and that nobody went on to use."""
+        rebuilt = [] if self._rebuilt is None else [self._rebuilt[1]]
+        for member in (*self._combined.flattened, *rebuilt):
+            if isinstance(member, DataLoader) and member.num_workers > 0:
+                stop_handing_on(member)
+
+    def _look(self, member: Any) -> Look:
+        return _look_at(self._trainer, self._source, member, starts=2)
+
+    def _total_of(self, member: Any) -> int | None:
+        """Batches of one of the loaders in an epoch."""
+        total = _limited(length_of(member), self._trainer.limit_train_batches)
+        if mode_of(self._combined) != "min_size":
+            return total
+        return min((bound for bound in (total, self.num_batches) if bound is not None), default=None)
+
+    def _as_yielded(self, rival: ScannedBatch | None) -> ScannedBatch | None:
+        return None if rival is None else replace(rival, batch=structured(self._combined, [rival.batch]))
+
+    def _no_batch(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"The train loader yields 0 batches ({self.describe}), so there is nothing to plan with or to train "
+            "on. Check the dataset's length, drop_last and the sampler."
+        )
+
+    def _check_rebuild(self, batch_size: int | None) -> None:
         if batch_size is not None and batch_size != self.batch_size and self.rebuild_obstacle is not None:
             raise ConfigurationError(
                 f"The train loader cannot be rebuilt with {batch_size} samples per batch instead of "
                 f"{self.batch_size}: {self.rebuild_obstacle}. Give it this batch size where it is made."
             )
-        return _answer_with(self._source, lambda: self._deliver(batch_size))
-
-    def close(self) -> None:
-        """End workers that were started for a peek and that nobody went on to use."""
-        for member in self._combined.flattened:
-            if isinstance(member, DataLoader) and member.num_workers > 0:
-                stop_handing_on(member)
-
-    def _look(self, member: Any) -> Look:
-        return look_at(
-            member,
-            shared=(self._trainer, self._trainer.lightning_module, self._trainer.datamodule),
-            prepare=_worker_seeding(self._source, self._trainer),
-            starts=2,
-        )
 
     def _deliver(self, batch_size: int | None) -> Any:
         if self._asked or self._source.instance is not self._instance:
-            return self._with_batch_size(_original(self._source), batch_size)
+            return self._with_batch_size(ask_again(self._source), batch_size)
         self._asked = True
         self._hook_move.replay()
         return self._with_batch_size(self._handed, batch_size)
@@ -167,140 +235,136 @@ class TrainLoader:
                 f"train_dataloader() returned a loader that cannot be rebuilt with {batch_size} samples per batch: "
                 f"{obstacle}. Return the same kind of loader each time it is called."
             )
-        if self._rebuilt is None or self._rebuilt[0] is not loader:
+        known = self._rebuilt
+        if known is None or known[0] is not loader or declared_batch_size(known[1]) != batch_size:
+            self.close()
             stop_handing_on(loader)
             self._rebuilt = (loader, rebuild(loader, batch_size))
+        assert self._rebuilt is not None
         return self._rebuilt[1]
 
 
 def request_validation_batch(trainer: Any) -> Any | None:
-    """The first batch of the first validation loader that has one, without a trace; ``None`` if nothing validates.
+    """The first batch of the first validation loader that has one; ``None`` if nothing validates.
+
+    Like :func:`scan_validation_batches`, which see, but it looks no further.
+    """
+    found = scan_validation_batches(trainer, ScanLimits(max_batches=1), first_only=True)
+    return None if found is None else found.batch
+
+
+def scan_validation_batches(
+    trainer: Any,
+    limits: ScanLimits,
+    *,
+    first_only: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> ScannedBatch | None:
+    """The largest batch of any validation loader, without a trace; ``None`` if the run does not validate.
 
     Call it when sanity validation starts, or when training starts. The user's ``val_dataloader()`` runs here if it has
     not run yet, and Lightning then gets what it returned. See :func:`forget_validation_loader`.
+
+    Args:
+        trainer: the Trainer, fitting.
+        limits: where to end; the seconds are for all loaders together, the batches for each.
+        first_only: end with the first loader that has a batch.
+        clock: tells seconds.
     """
     if not trainer.enable_validation or trainer.limit_val_batches == 0 or _never_validates(trainer):
         return None
-    val_loop = trainer.fit_loop.epoch_loop.val_loop
-    source = _attribute(val_loop, "_data_source")
-    combined_class = _defined_beside(source, "CombinedLoader")
-    combined, loader, move = _attribute(val_loop, "_combined_loader"), None, None
-    if combined is None:
-        loader, move = _ask(source)
-        combined = loader if isinstance(loader, combined_class) else combined_class(loader, "sequential")
-
-    def look(member: Any) -> Look:
-        return look_at(
-            member,
-            shared=(trainer, trainer.lightning_module, trainer.datamodule),
-            prepare=_worker_seeding(source, trainer),
-            starts=1 if move is None else 2,
-        )
-
-    batch, delivered = _validation_batch(combined, look, move)
-    if move is None:
-        if any(old is not new for old, new in zip(combined.flattened, delivered, strict=True)):
-            combined.flattened = delivered
+    source, loaders = validation_source(trainer), validation_loaders(trainer)
+    loader, move = (None, None) if loaders is not None else ask(source)
+    if loaders is None:
+        loaders = combined(source, loader, "sequential")
+    members = list(loaders.flattened)
+    looks = [_look_at(trainer, source, member, starts=1 if move is None else 2) for member in members]
+    scans = [
+        scan_of(look, bounds)
+        for look, bounds in zip(looks, _validation_bounds(trainer, members, limits, clock), strict=True)
+    ]
+    if mode_of(loaders) == "sequential":
+        found = _largest(looks, scans, move, first_only=first_only)
     else:
-        _answer_once(source, _put_back(combined, loader, delivered), move)
-    return batch
+        found = _side_by_side(loaders, looks, scans, move)
+    delivered = [look.deliver() for look in looks]
+    if move is not None:
+        answer_once(source, _put_back(loaders, loader, delivered), move)
+    elif any(old is not new for old, new in zip(members, delivered, strict=True)):
+        loaders.flattened = delivered
+    return found
 
 
 def forget_validation_loader(trainer: Any) -> None:
-    """Drop what :func:`request_validation_batch` keeps for Lightning, where Lightning never asked for it."""
-    source = _attribute(trainer.fit_loop.epoch_loop.val_loop, "_data_source")
-    answer = source.__dict__.get("dataloader")
-    if isinstance(answer, _AnswerOnce):
-        del source.__dict__["dataloader"]
+    """Drop what a look at the validation loaders keeps for Lightning, where Lightning never asked for it."""
+    forget_answer(validation_source(trainer))
 
 
-class _AnswerOnce:
-    def __init__(self, source: Any, loader: Any, move: Move) -> None:
-        self._source, self._instance, self._loader, self._move = source, source.instance, loader, move
-
-    def __call__(self) -> Any:
-        del self._source.__dict__["dataloader"]
-        if self._source.instance is not self._instance:
-            return _original(self._source)
-        self._move.replay()
-        return self._loader
-
-
-def _answer_once(source: Any, loader: Any, move: Move) -> None:
-    source.__dict__["dataloader"] = _AnswerOnce(source, loader, move)
-
-
-def _answer_with(source: Any, answer: Callable[[], Any]) -> Undo:
-    missing = object()
-    before = source.__dict__.get("dataloader", missing)
-    source.__dict__["dataloader"] = answer
-
-    def undo() -> None:
-        if source.__dict__.get("dataloader") is not answer:
-            return
-        if before is missing:
-            del source.__dict__["dataloader"]
-        else:
-            source.__dict__["dataloader"] = before
-
-    return undo
+def _validation_bounds(
+    trainer: Any, members: Sequence[Any], limits: ScanLimits, clock: Callable[[], float]
+) -> list[ScanBounds]:
+    out_of_time = _Deadline(limits, clock)
+    # The sanity check reads its few batches and starts again: what it leaves would be lost.
+    sanity = trainer.num_sanity_val_steps if trainer.sanity_checking else float("inf")
+    return [
+        ScanBounds(
+            limits=limits,
+            total=_limited(length_of(member), trainer.limit_val_batches),
+            out_of_time=out_of_time,
+            most_held=None if sanity == float("inf") else int(sanity),
+        )
+        for member in members
+    ]
 
 
-def _ask(source: Any) -> tuple[Any, Move]:
-    """Let Lightning's own function call the hook, so that it notes constructor arguments as it always does."""
-    sources = RandomSources()
-    with sources.kept():
-        loader, move = sources.record(lambda: _defined_beside(source, "_request_dataloader")(source))
-    return loader, move
+def _largest(looks: list[Look], scans: list[Scan], move: Move | None, *, first_only: bool) -> ScannedBatch | None:
+    """The largest batch of loaders that are read one after another."""
+    largest: ScannedBatch | None = None
+    for index, (look, scan) in enumerate(zip(looks, scans, strict=True)):
+        found = largest_batches([look], [scan], move)
+        if found is None:
+            continue
+        if largest is None or measure(found[0].batch).num_bytes > measure(largest.batch).num_bytes:
+            largest = replace(found[0], dataloader_idx=index)
+        if first_only:
+            break
+    return largest
 
 
-def _original(source: Any) -> Any:
-    return type(source).dataloader(source)
-
-
-def _validation_batch(combined: Any, look: Callable[[Any], Look], move: Move | None) -> tuple[Any | None, list[Any]]:
-    """The batch, and the loaders to hand to Lightning in place of those that were looked at."""
-    members = list(combined.flattened)
-    if combined._mode != "sequential":
-        looks = [look(member) for member in members]
-        batches = _first_batches(looks, move)
-        if batches is None:
-            return None, members
-        return _structured(combined, batches), [each.deliver() for each in looks]
-    for index, member in enumerate(members):
-        one = look(member)
-        batches = _first_batches([one], move)
-        if batches is not None:
-            return batches[0], [*members[:index], one.deliver(), *members[index + 1 :]]
-    return None, members
-
-
-def _first_batches(looks: list[Look], move: Move | None) -> list[Any] | None:
-    """One batch of each, drawn in Lightning's order: first all iterators are made, then each is advanced."""
-    sources = RandomSources(*(generator for look in looks for generator in look.generators))
-    try:
-        with sources.kept():
-            if move is not None:
-                move.replay()
-            for look in looks:
-                look.start()
-            return [look.first() for look in looks]
-    except NoBatchError:
+def _side_by_side(loaders: Any, looks: list[Look], scans: list[Scan], move: Move | None) -> ScannedBatch | None:
+    found = largest_batches(looks, scans, move)
+    if found is None:
         return None
-    finally:
-        for look in looks:
-            look.end()
+    return together(structured(loaders, [each.batch for each in found]), found, total=None)
+
+
+def _look_at(trainer: Any, source: Any, member: Any, *, starts: int) -> Look:
+    return look_at(
+        member,
+        shared=(trainer, trainer.lightning_module, trainer.datamodule),
+        prepare=worker_seeding(source, trainer),
+        starts=starts,
+        in_order=trainer.overfit_batches > 0,
+    )
+
+
+class _Deadline:
+    """Whether the time of a scan is over; it runs from the first question, when the first batch is there."""
+
+    def __init__(self, limits: ScanLimits, clock: Callable[[], float]) -> None:
+        self._seconds, self._clock = limits.max_seconds, clock
+        self._end: float | None = None
+
+    def __call__(self) -> bool:
+        now = self._clock()
+        if self._end is None:
+            self._end = now + self._seconds
+        return now >= self._end
 
 
 def _never_validates(trainer: Any) -> bool:
     every, epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
     return not trainer.sanity_checking and None not in (every, epochs) and 0 <= epochs < every
-
-
-def _structured(combined: Any, batches: list[Any]) -> Any:
-    shape = type(combined)(combined.iterables)
-    shape.flattened = batches
-    return shape.iterables
 
 
 def _put_back(combined: Any, loader: Any, delivered: list[Any]) -> Any:
@@ -309,31 +373,6 @@ def _put_back(combined: Any, loader: Any, delivered: list[Any]) -> Any:
         return loader
     combined.flattened = delivered
     return loader if combined is loader else combined.iterables
-
-
-def _worker_seeding(source: Any, trainer: Any) -> Callable[[Any], None]:
-    add_worker_init_fn = _defined_beside(source, "_auto_add_worker_init_fn")
-    return lambda loader: add_worker_init_fn(loader, trainer.global_rank)
-
-
-def _defined_beside(source: Any, name: str) -> Any:
-    """A name of the module that defines the data source: of the namespace that the user imported."""
-    module = sys.modules[type(source).__module__]
-    if not hasattr(module, name):
-        raise UnsupportedError(
-            f"{module.__name__} has no {name!r} in this version of Lightning; MemFit knows 2.5 and 2.6. "
-            "Install one of those, or set MEMFIT=off in the environment to train without MemFit."
-        )
-    return getattr(module, name)
-
-
-def _attribute(loop: Any, name: str) -> Any:
-    if not hasattr(loop, name):
-        raise UnsupportedError(
-            f"{type(loop).__name__} has no attribute {name!r} in this version of Lightning; MemFit knows 2.5 and 2.6. "
-            "Install one of those, or set MEMFIT=off in the environment to train without MemFit."
-        )
-    return getattr(loop, name)
 
 
 def _limited(length: int | None, limit: int | float) -> int | None:

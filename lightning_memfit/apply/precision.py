@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.undo import Undo, set_instance_attribute
-from lightning_memfit.upstream import NAMESPACES
+from lightning_memfit.upstream import NAMESPACES, namespace_of
 
 
 def make_delegate(precision: str, *, device_type: str, namespace: str) -> Any:
@@ -42,6 +42,22 @@ def make_delegate(precision: str, *, device_type: str, namespace: str) -> Any:
         return plugins.HalfPrecision(precision)
     raise ConfigurationError(
         f"precision={precision!r} is not known. Choose one of: '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'."
+    )
+
+
+def exchange_delegate(trainer: Any, precision: str) -> Undo:
+    """Let the Trainer's precision plugin forward to Lightning's plugin for another precision.
+
+    Args:
+        trainer: the Trainer; its precision plugin is a ``DelegatingPrecision``.
+        precision: in Lightning's words; the present one changes nothing, so that a gradient scaler keeps its state.
+    """
+    plugin = trainer.precision_plugin
+    if plugin.delegate.precision == precision:
+        return lambda: None
+    namespace, device_type = namespace_of(trainer), trainer.strategy.root_device.type
+    return set_instance_attribute(
+        plugin, "delegate", make_delegate(precision, device_type=device_type, namespace=namespace)
     )
 
 

@@ -1,0 +1,131 @@
+"""The levers of a candidate that act within an optimizer step, put on a live Trainer and taken back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
+from lightning_memfit.apply.micro_batches import Slicer
+from lightning_memfit.apply.optimizer_checkpoints import as_configured_groups, carry_states, implementation_flags
+from lightning_memfit.apply.optimizer_implementation import set_implementation
+from lightning_memfit.apply.optimizer_swap import OptimizerSwap, swap_optimizer
+from lightning_memfit.apply.precision import exchange_delegate
+from lightning_memfit.apply.quantised_states import quantise
+from lightning_memfit.apply.slicing import LossWeight, SplitBatch
+from lightning_memfit.plan import Candidate, OptimizerImplementation, OptimizerStates
+from lightning_memfit.undo import Undo
+
+_AS_CONFIGURED: tuple[OptimizerStates, OptimizerImplementation] = ("as-configured", "as-configured")
+
+
+class StepLevers:
+    """Lets a Trainer run one candidate at a time.
+
+    The levers of the optimizer come later than the others, when there is an optimizer; and they are left on where the
+    next candidate has the same, since states that are quantised twice are rounded twice.
+    """
+
+    def __init__(
+        self, trainer: Any, module: Any, *, split_batch: SplitBatch | None = None, loss_weight: LossWeight = "samples"
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            trainer: the Trainer, fitting; its precision plugin is a ``DelegatingPrecision``.
+            module: its LightningModule.
+            split_batch: the user's function that divides batches.
+            loss_weight: what a slice's mean loss counts.
+        """
+        self._trainer = trainer
+        self._module = module
+        self._split_batch: SplitBatch | None = split_batch
+        self._loss_weight: LossWeight = loss_weight
+        self._candidate: Candidate | None = None
+        self._levers = ExitStack()
+        self._optimizer_levers = ExitStack()
+        self._optimizer_setting = _AS_CONFIGURED
+        self._configured_flags: tuple[dict[str, Any], ...] = ()
+        self._swap: OptimizerSwap | None = None
+
+    def put_on(self, candidate: Candidate) -> None:
+        """Let the Trainer run ``candidate`` instead of the one before."""
+        if candidate == self._candidate:
+            return
+        self.take_off()
+        if self._trainer.optimizers:
+            self.put_on_optimizer(candidate)
+        with ExitStack() as levers:
+            levers.callback(exchange_delegate(self._trainer, candidate.precision))
+            levers.callback(checkpoint_modules(self._module, candidate.checkpointed_modules))
+            slicer = Slicer(
+                trainer=self._trainer,
+                module=self._module,
+                split=candidate.split,
+                split_batch=self._split_batch,
+                loss_weight=self._loss_weight,
+                zero_gradients_early=candidate.zero_gradients_early,
+            )
+            levers.callback(slicer.apply())
+            self._levers = levers.pop_all()
+        self._candidate = candidate
+
+    def put_on_optimizer(self, candidate: Candidate) -> None:
+        """Put the format of the states and the implementation of the step on the Trainer's one optimizer.
+
+        Schedulers go on driving it with the same trajectory; states that exist are converted.
+        """
+        wanted = (candidate.optimizer_states, candidate.optimizer_implementation)
+        if wanted == self._optimizer_setting:
+            return
+        self._optimizer_levers.close()
+        self._optimizer_setting = _AS_CONFIGURED
+        self._configured_flags = implementation_flags(self._trainer.optimizers[0])
+        self._swap = None
+        undo = _apply_to_optimizer(self._trainer, self._module, candidate)
+        self._optimizer_levers.callback(undo)
+        self._swap = undo if isinstance(undo, OptimizerSwap) else None
+        self._optimizer_setting = wanted
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What refers to the optimizer as configured and could not follow."""
+        return () if self._swap is None else self._swap.notes
+
+    def keep_out_of(self, checkpoint: dict[str, Any]) -> None:
+        """Save the optimizer's groups as the user configured them: a lever must not travel to a plain Trainer."""
+        saved = checkpoint.get("optimizer_states")
+        if saved and self._optimizer_setting != _AS_CONFIGURED:
+            first = as_configured_groups(saved[0], self._configured_flags)
+            checkpoint["optimizer_states"] = [first, *saved[1:]]
+
+    def keep_on_after(self, checkpoint: dict[str, Any]) -> None:
+        """Let a resume not turn the levers of the optimizer off, whose groups are read from the checkpoint."""
+        saved = checkpoint.get("optimizer_states")
+        if saved and self._optimizer_setting != _AS_CONFIGURED:
+            first = as_configured_groups(saved[0], implementation_flags(self._trainer.optimizers[0]))
+            checkpoint["optimizer_states"] = [first, *saved[1:]]
+
+    def take_off(self) -> None:
+        """Take everything back but the levers of the optimizer. Calling it twice is harmless."""
+        self._levers.close()
+        self._candidate = None
+
+    def end(self) -> None:
+        """Take everything back, but keep an optimizer whose states were trained in another format."""
+        self.take_off()
+        if self._optimizer_setting[0] == "as-configured":
+            self._optimizer_levers.close()
+        else:
+            self._optimizer_levers.pop_all()
+        self._optimizer_setting = _AS_CONFIGURED
+
+
+def _apply_to_optimizer(trainer: Any, module: Any, candidate: Candidate) -> Undo:
+    if candidate.optimizer_states == "8bit":
+        # States in 32 bits would stay alive beside the new ones, and count in what the warm-up measures.
+        return swap_optimizer(trainer, lambda old: quantise(old, module), carry=carry_states, keep_states=False)
+    if candidate.optimizer_implementation != "as-configured":
+        (optimizer,) = trainer.optimizers
+        return set_implementation(optimizer, candidate.optimizer_implementation)
+    return lambda: None
