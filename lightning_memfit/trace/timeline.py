@@ -71,6 +71,10 @@ class Operation(NamedTuple):
     """Which of the followed slices it belongs to; the optimizer step belongs to the last one."""
     recomputed: bool = False
     """Whether activation checkpointing repeats it."""
+    views: int = 0
+    """Operators dispatched since the one before that only made views: they take time, though they compute nothing."""
+    inner_calls: int = 1
+    """Steps that the operator takes one after the other: time steps of a recurrent layer, tensors of a list."""
 
 
 class Free(NamedTuple):
@@ -113,6 +117,17 @@ class ModuleCall(NamedTuple):
     """Whether activation checkpointing repeats it."""
 
 
+class GradientLayout(NamedTuple):
+    """How a parameter's gradient lies in memory when the optimizer steps."""
+
+    dtype: str
+    """torch's name of the dtype, such as ``"float32"``."""
+    size: tuple[int, ...]
+    """Size of each dimension."""
+    stride: tuple[int, ...]
+    """Stride of each dimension in elements."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One optimizer step: what was there, what came and went, in order."""
@@ -139,6 +154,8 @@ class Timeline:
     """Those of them that were followed, 1 or 2: from the second on they repeat."""
     calls: tuple[ModuleCall, ...] = ()
     """Calls of modules in the order in which they ended."""
+    gradients: tuple[GradientLayout | None, ...] = ()
+    """By parameter of the module: its gradient when the optimizer steps; ``None`` for those without."""
     notes: tuple[str, ...] = ()
     """Assumptions made while tracing, in words."""
 

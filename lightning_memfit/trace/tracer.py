@@ -1,15 +1,14 @@
 """The dispatch mode that follows storages: every allocation and free of whatever runs inside it.
 
 Adapter for private names of torch: ``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node``,
-``torch._C._autograd._get_sequence_nr``, ``UntypedStorage._cdata``, ``Tensor._is_view`` and
-``torch.utils.flop_counter.flop_registry``.
+``torch._C._autograd._get_sequence_nr``, ``UntypedStorage._cdata`` and ``Tensor._is_view``.
 """
 
 from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_memfit.plan import Category, Phase
-from lightning_memfit.trace.cpu_rules import as_on_cpu
+from lightning_memfit.trace.cpu_rules import ResultsInPlace, as_on_cpu
 from lightning_memfit.trace.known_values import KnownValues
+from lightning_memfit.trace.operator_work import flops_of, inner_calls_of
 from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import (
     Event,
@@ -70,21 +69,6 @@ _VIEWS = frozenset(
 )
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    # Five matrix products of the size of the forward's two. Source: torch.utils.flop_counter.sdpa_backward_flop_count.
-    return _attention_flops(query, key, value) * 5 // 2
-
-
-_OWN_FLOPS: Mapping[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-
-
 class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record what is allocated and freed, by storage lifetime, while the mode is active.
 
@@ -109,12 +93,14 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recomputed_flops = 0
         self.scalars_read = 0
         self.known = KnownValues()
+        self._in_place = ResultsInPlace()
         self._collect_signatures = collect_signatures
         self._names = names
         self._module_stack: list[str] = []
         self._module_starts: tuple[list[int], list[str]] = ([], [])
         self._alive: dict[int, tuple[weakref.ref[Any], int, tuple[int, int] | None]] = {}
         self._next_storage = 0
+        self._views = 0
         self._signature_ids: dict[Any, int] = {}
         self._following = True
         self._recording = True
@@ -193,14 +179,17 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = self._module(in_backward, recomputing)
         if func in _VIEWS:
             out = func(*args, **kwargs)
-            self._note(func, module, None, None, out, recomputing, (), 0)
+            self._note(func, module, None, None, out, recomputing, (), 0, 1)
             return out
         signature = self._signature(func, args, kwargs) if self._collect_signatures else None
-        target = self._accumulation_target(func, args) if in_backward and not recomputing else None
+        target = self._written_into(func, args, in_backward=in_backward and not recomputing)
         read = tuple(tensors_in((args, kwargs)))
         out = as_on_cpu(func, args, func(*args, **kwargs))
-        flops = self._count_flops(func, args, kwargs, out, recomputing)
-        self._note(func, module, signature, target, out, recomputing, read, flops)
+        self._in_place.note(func, out)
+        flops = flops_of(func, args, kwargs, out)
+        self.flops += flops
+        self.recomputed_flops += flops if recomputing else 0
+        self._note(func, module, signature, target, out, recomputing, read, flops, inner_calls_of(func, args))
         return out
 
     def _note(
@@ -213,6 +202,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recomputing: bool,
         read: tuple[torch.Tensor, ...],
         flops: int,
+        inner_calls: int,
     ) -> None:
         outputs = []
         written = tuple(tensors_in(out))
@@ -237,8 +227,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     dtype=_computing_dtype(read or written),
                     micro_step=self.micro_step,
                     recomputed=recomputing,
+                    views=self._views,
+                    inner_calls=inner_calls,
                 )
             )
+            self._views = 0
+        else:
+            self._views += 1
 
     def _numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         entries = [self._alive.get(tensor.untyped_storage()._cdata) for tensor in tensors]
@@ -261,6 +256,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         return 1.0 if tensor.is_floating_point() else 1
 
+    def _written_into(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> int | None:
+        tensor = self._in_place.argument(func, args, in_backward=in_backward)
+        if tensor is None:
+            return self._accumulation_target(func, args) if in_backward else None
+        entry = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
+
     def _accumulation_target(self, func: Any, args: tuple[Any, ...]) -> int | None:
         # The engine adds a second gradient in place where it owns the buffer of the first; a fake tensor is a
         # subclass, for which it adds out of place. The replay puts that right if the first argument dies at once.
@@ -274,22 +276,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         entry = self._alive.get(first.untyped_storage()._cdata)
         return None if entry is None else entry[1]
-
-    def _count_flops(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recomputing: bool
-    ) -> int:
-        packet = func._overloadpacket
-        own = _OWN_FLOPS.get(packet)
-        if own is not None:
-            flops = own(*args, **kwargs)
-        elif packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
-        else:
-            return 0
-        self.flops += flops
-        if recomputing:
-            self.recomputed_flops += flops
-        return flops
 
     def _signature(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         described = Signature(str(func), self._describe(args), self._describe(kwargs))
