@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.trace.timeline import Event, Free, Operation, ProbeResult, Timeline
@@ -27,7 +27,7 @@ def predict_memory(
     for position, event in enumerate(timeline.events):
         if isinstance(event, Free):
             replay.free(event.storage)
-        elif _accumulates_in_place(timeline.events, position, event):
+        elif accumulates_in_place(timeline.events, position, event):
             replay.take_over(event)
         else:
             replay.run(event)
@@ -61,6 +61,14 @@ class _Replay:
             real = None if probe is None else probe.output_bytes.get(output.position)
             self._add(output.storage, output.allocated_bytes if real is None else real)
         highest = self._live if probe is None else max(self._live, before + probe.peak_bytes)
+        self._note_peak(operation, highest)
+
+    def _temporaries(self, operation: Operation) -> int:
+        """Bytes inside a call beyond its outputs."""
+        probe = None if operation.signature is None else self._probes.get(operation.signature)
+        return 0 if probe is None else max(0, probe.peak_bytes - sum(probe.output_bytes.values()))
+
+    def _note_peak(self, operation: Operation, highest: int) -> None:
         self._by_phase[operation.phase] = max(self._by_phase.get(operation.phase, 0), highest)
         if highest > self._peak:
             self._peak, self._peak_operation = highest, operation
@@ -80,6 +88,7 @@ class _Replay:
         size = self._sizes.get(target, 0)
         self.free(target)
         self._add(new, size)
+        self._note_peak(operation, self._live + self._temporaries(operation))
 
     def breakdown(self) -> MemoryBreakdown:
         """The peak and what it consists of."""
@@ -100,7 +109,14 @@ class _Replay:
         self._by_category[self._categories.get(storage, "temporaries")] += size
 
 
-def _accumulates_in_place(events: tuple[Event, ...], position: int, operation: Operation) -> bool:
+def accumulates_in_place(events: Sequence[Event], position: int, operation: Operation) -> bool:
+    """Whether an operator is a sum that the autograd engine would have formed in its first argument on a real run.
+
+    Args:
+        events: the timeline's events.
+        position: index of the operator.
+        operation: the operator.
+    """
     if operation.accumulates_into is None or len(operation.outputs) != 1:
         return False
     for following in itertools.islice(events, position + 1, None):

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memfit.batch_tree import tensors_of
+import torch
+
+from lightning_memfit.batch_tree import map_tensors, tensors_of
 from lightning_memfit.errors import TraceError
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import MemoryBreakdown
-from lightning_memfit.trace.training_step import StepProgram, Unobserved, run_window
+from lightning_memfit.trace.step_program import StepProgram, Unobserved, run_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ def measure_small_steps(
     samples: int,
     accumulates: bool,
     zero_gradients_early: bool,
+    floating: torch.dtype | None = None,
 ) -> PeakLine:
     """Run two optimizer steps at each of two small micro-batches for real, and put everything back.
 
@@ -59,10 +62,15 @@ def measure_small_steps(
         samples: samples in the batch.
         accumulates: whether an optimizer step has more than one slice, so that gradients live through a forward.
         zero_gradients_early: gradients are dropped before the forward.
+        floating: dtype that the module's parameters must have; the batch is converted to it.
 
     Raises:
-        TraceError: if the batch has fewer than two samples, so that there is no line, or the module is on ``meta``.
+        TraceError: if the batch has fewer than two samples, so that there is no line, or the module is on ``meta`` or
+            of another dtype.
     """
+    if floating is not None:
+        _check_dtype(program.module, floating)
+        batch = map_tensors(batch, lambda tensor: tensor.to(floating) if tensor.is_floating_point() else tensor)
     if any(tensor.device.type == "meta" for tensor in (*program.module.parameters(), *tensors_of(batch))):
         raise TraceError("tensors on meta cannot be run")
     if samples < 2:
@@ -79,6 +87,12 @@ def measure_small_steps(
         parameter_bytes=storage_bytes(parameters),
         num_parameters=sum(parameter.numel() for parameter in parameters),
     )
+
+
+def _check_dtype(module: torch.nn.Module, floating: torch.dtype) -> None:
+    others = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()} - {floating}
+    if others:
+        raise TraceError(f"parameters are {sorted(map(str, others))[0]}, and real steps need them in {floating}")
 
 
 def _peak(program: StepProgram, batch: Any, part: Any, repeats: int, zero_gradients_early: bool) -> int:

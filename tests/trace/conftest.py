@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.batch_tree import tensors_of
-from lightning_memfit.forecasting import autocast_context, checkpointed
+from lightning_memfit.forecaster import autocast_context, checkpointed
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import MemoryBreakdown, Precision

@@ -90,3 +90,21 @@ def test_a_module_on_meta_is_refused() -> None:
         module = nn.Linear(4, 4)
     with pytest.raises(TraceError, match="tensors on meta cannot be run"):
         measured(module, torch.rand(8, 4))
+
+
+def test_a_converted_module_gets_a_converted_batch_and_one_that_is_not_is_refused() -> None:
+    program = program_of(nn.Linear(64, 64).bfloat16(), loss=masked, optimizer=SGD)
+
+    def run(program: Any) -> PeakLine:
+        return measure_small_steps(
+            program, torch.rand(16, 64), split_by_sizes, samples=16, accumulates=False, zero_gradients_early=False,
+            floating=torch.bfloat16,
+        )  # fmt: skip
+
+    line = run(program)
+    assert line.parameter_bytes == (64 * 64 + 64) * 2
+    assert (
+        line.at(16).peak_allocated_bytes < measured(nn.Linear(64, 64), torch.rand(16, 64)).at(16).peak_allocated_bytes
+    )
+    with pytest.raises(TraceError, match=r"parameters are torch.float32, and real steps need them in torch.bfloat16"):
+        run(program_of(nn.Linear(64, 64), loss=masked, optimizer=SGD))

@@ -1,0 +1,355 @@
+"""What a candidate needs: derived from few recorded steps, or traced itself, or measured small where it cannot be.
+
+An estimate takes milliseconds once the steps that it is derived from are recorded. A forecast that is called for traces
+the very candidate.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
+from lightning_memfit.apply.optimizer_levers import OptimizerFacts, faked_quantisation, optimizer_facts, with_levers
+from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.errors import BatchStructureError, ConfigurationError, MemFitError, TraceError
+from lightning_memfit.fingerprint import optimizer_words
+from lightning_memfit.plan import BatchSplit, Candidate, Forecast, Precision
+from lightning_memfit.predict.memory import predict_memory
+from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
+from lightning_memfit.predict.optimizer_step import OptimizerStepCost, optimizer_step_cost, with_optimizer_step
+from lightning_memfit.predict.variants import Variant
+from lightning_memfit.recorded_steps import Divide, GivenBatch, RecordedSteps
+from lightning_memfit.search.checkpointing import find_repeated_blocks
+from lightning_memfit.trace.op_probe import OperatorProber, Probes
+from lightning_memfit.trace.optimizer_step import look_at_optimizer, trace_optimizer_step
+from lightning_memfit.trace.small_steps import PeakLine, measure_small_steps
+from lightning_memfit.trace.step_program import StepProgram
+from lightning_memfit.trace.timeline import GradientLayout, Signature, Timeline
+from lightning_memfit.trace.training_step import trace_window
+
+if TYPE_CHECKING:
+    from lightning_memfit.hardware.rates import DeviceRates
+    from lightning_memfit.predict.variant_seconds import VariantSeconds
+
+_AGREEMENT = 0.001
+"""Share of the peak by which what is derived may differ from what is traced before the former is no longer believed."""
+StepContext = Callable[[], AbstractContextManager[Any]]
+"""Makes the context of one forward."""
+PrepareOptimizer = Callable[[Optimizer, Candidate], Optimizer]
+"""(optimizer as configured, candidate) to the optimizer as the candidate wants it."""
+_Layouts = tuple[GradientLayout | None, ...]
+
+
+class Forecaster:
+    """Says what candidates need, raw: nothing measured is in it.
+
+    Args:
+        program: the step without any lever; the context of its forward is replaced by that of the precision.
+        batch: one collated batch of the loader's size.
+        prober: finds the operators' hidden temporaries; ``None`` leaves them out.
+        divide: divides the batch into slices of given sizes.
+        samples_of: number of samples in a batch.
+        resident_batches: batches alive at the same time.
+        step_contexts: precision to the context of a forward.
+        prepare_optimizer: gives the optimizer a candidate's states and implementation; by default what
+            :func:`~lightning_memfit.apply.optimizer_levers.with_levers` gives it. Also called under fake tensors.
+        rates: how fast the device is; ``None`` leaves times out.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        batch: Any,
+        *,
+        prober: OperatorProber | None,
+        divide: Divide = split_by_sizes,
+        samples_of: Callable[[Any], int] = batch_size_of,
+        resident_batches: int = 1,
+        step_contexts: Callable[[Precision], StepContext] | None = None,
+        prepare_optimizer: PrepareOptimizer | None = None,
+        rates: DeviceRates | None = None,
+    ) -> None:
+        self.untraceable: str | None = None
+        """Why the step could not be traced, once it was tried and could not."""
+        self._program = program
+        self._given = GivenBatch(batch=batch, divide=divide, samples_of=samples_of, resident_batches=resident_batches)
+        self._prober = prober
+        self._contexts = step_contexts or autocast_context
+        self._prepare = prepare_optimizer or self._with_levers
+        self._rates = rates
+        self._records = RecordedSteps(self._given, prober, find_repeated_blocks(program.module), rates)
+        self._timelines: dict[Candidate, Timeline] = {}
+        self._steps: dict[Any, _OptimizerStep] = {}
+        self._lines: dict[Any, PeakLine] = {}
+        self._derived_peaks: dict[Candidate, int] = {}
+
+    def __call__(self, candidate: Candidate) -> Forecast:
+        """Trace one candidate; where its step cannot be traced, measure two small ones.
+
+        Raises:
+            TraceError: if the step can neither be traced nor measured small.
+            ConfigurationError: if what the user set cannot be used.
+        """
+        if self.untraceable is None:
+            try:
+                return self._traced(candidate)
+            except TraceError as error:
+                if isinstance(error.__cause__, MemFitError):  # what the user set, not what cannot be traced
+                    raise error.__cause__ from None
+                self.untraceable = str(error)
+        return self._measured_small(candidate)
+
+    def estimate(self, candidate: Candidate) -> Forecast:
+        """Derive one candidate from what was recorded of others; where that is not possible, trace it.
+
+        Raises:
+            TraceError: if the step can neither be traced nor measured small.
+            ConfigurationError: if what the user set cannot be used.
+        """
+        if self.untraceable is not None:
+            return self._measured_small(candidate)
+        try:
+            return self._derived(candidate)
+        except NotDerivableError as error:
+            forecast = self(candidate)
+            note = f"not derived from the trace of another setting, but traced: {error}"
+            return forecast if self.untraceable else replace(forecast, notes=(*forecast.notes, note))
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """What can be chosen for the optimizer; it is made over fakes, and thrown away.
+
+        Raises:
+            TraceError: if it cannot be made.
+        """
+        return self._seen_of_the_optimizer[0]
+
+    @property
+    def optimizer_words(self) -> str | None:
+        """What a plan's fingerprint says of the optimizer; ``None`` if it cannot be made over fakes."""
+        try:
+            return self._seen_of_the_optimizer[1]
+        except TraceError:
+            return None
+
+    @cached_property
+    def _seen_of_the_optimizer(self) -> tuple[OptimizerFacts, str]:
+        module = self._program.module
+        with faked_quantisation():
+            return look_at_optimizer(
+                self._program, lambda optimizer: (optimizer_facts(optimizer, module), optimizer_words(optimizer))
+            )
+
+    def for_batch(self, batch: Any) -> Forecaster:
+        """The same for another batch; what is known of the optimizer is shared."""
+        other = copy.copy(self)
+        other._given = replace(self._given, batch=batch)
+        other._records = self._records.for_batch(other._given)
+        other.untraceable = None
+        other._timelines, other._lines, other._derived_peaks = {}, {}, {}
+        return other
+
+    def timeline(self, candidate: Candidate) -> Timeline:
+        """The traced step of a candidate.
+
+        Raises:
+            TraceError: if the step cannot be traced.
+        """
+        key = replace(candidate, zero_gradients_early=False)
+        if key not in self._timelines:
+            program, split = self._slices_of(candidate), candidate.split
+            with faked_quantisation(), checkpointed(program.module, candidate.checkpointed_modules):
+                window = trace_window(
+                    program,
+                    self._given.batch,
+                    divide=lambda batch: self._given.slices(batch, split),
+                    micro_steps=len(self._given.sizes(split)) * split.accumulate_grad_batches,
+                    resident_batches=self._given.resident_batches,
+                    collect_signatures=self._prober is not None,
+                    floating=_floating(candidate),
+                    steps=False,
+                )
+            step = self._step(candidate, window.gradients)
+            self._timelines[key] = with_optimizer_step(window, step.timeline)
+        return self._timelines[key]
+
+    def _traced(self, candidate: Candidate) -> Forecast:
+        timeline = self.timeline(candidate)
+        probes = self._probe(timeline.signatures)
+        memory = predict_memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
+        derived = self._derived_peaks.get(candidate, memory.peak_allocated_bytes)
+        if abs(memory.peak_allocated_bytes - derived) > _AGREEMENT * memory.peak_allocated_bytes:
+            self._records.distrust(candidate, self._records.variant_of(candidate))
+        return Forecast(
+            candidate=candidate,
+            memory=memory,
+            flops=timeline.flops,
+            recomputed_flops=timeline.recomputed_flops,
+            predicted_step_seconds=self._seconds(timeline, candidate.split),
+            notes=(*timeline.notes, *probes.notes),
+        )
+
+    def _derived(self, candidate: Candidate) -> Forecast:
+        try:
+            variant = self._records.variant_of(candidate)
+            with faked_quantisation():
+                recorded = self._records.recorded(candidate, variant, self._slices_of(candidate), _floating(candidate))
+            step = self._step(candidate, recorded.gradients)
+        except (BatchStructureError, TraceError) as error:
+            raise NotDerivableError(str(error)) from error
+        flops, recomputed_flops = recorded.variants.flops(variant)
+        memory = recorded.variants.memory(variant, step.cost)
+        self._derived_peaks[candidate] = memory.peak_allocated_bytes
+        return Forecast(
+            candidate=candidate,
+            memory=memory,
+            flops=flops,
+            recomputed_flops=recomputed_flops,
+            predicted_step_seconds=_whole(recorded.seconds, variant, step.seconds),
+            confirmed=False,
+            notes=tuple(dict.fromkeys((*recorded.notes, *step.timeline.notes))),
+        )
+
+    def _step(self, candidate: Candidate, gradients: _Layouts) -> _OptimizerStep:
+        """The optimizer's step, which depends on nothing in front of it but which gradients there are."""
+        key = candidate.optimizer_states, candidate.optimizer_implementation, _floating(candidate), gradients
+        if key not in self._steps:
+            with faked_quantisation():
+                step = trace_optimizer_step(
+                    self._program_at(candidate),
+                    gradients=gradients,
+                    collect_signatures=self._prober is not None,
+                    floating=_floating(candidate),
+                )
+            cost = optimizer_step_cost(step, self._probe(step.signatures).results)
+            self._steps[key] = _OptimizerStep(step, cost, self._seconds(step))
+        return self._steps[key]
+
+    def _slices_of(self, candidate: Candidate) -> StepProgram:
+        """The step at the candidate's precision; its optimizer, as configured, only zeroes and clips."""
+        return replace(self._program, step_context=self._contexts(candidate.precision))
+
+    def _program_at(self, candidate: Candidate) -> StepProgram:
+        """The step at the candidate's precision, with the optimizer as the candidate wants it."""
+        make = self._program.make_optimizer
+        return replace(self._slices_of(candidate), make_optimizer=lambda: self._prepare(make(), candidate))
+
+    def _with_levers(self, optimizer: Optimizer, candidate: Candidate) -> Optimizer:
+        states, implementation = candidate.optimizer_states, candidate.optimizer_implementation
+        if states == implementation == "as-configured":
+            return optimizer
+        return with_levers(optimizer, self._program.module, optimizer_states=states, implementation=implementation)
+
+    def _probe(self, signatures: Sequence[Signature]) -> Probes:
+        return Probes(results={}) if self._prober is None else self._prober.probe(signatures)
+
+    def _seconds(self, timeline: Timeline, split: BatchSplit | None = None) -> float | None:
+        if self._rates is None:
+            return None
+        from lightning_memfit.predict.step_time import predict_step_seconds
+
+        return predict_step_seconds(timeline, self._rates, split=split)
+
+    def _measured_small(self, candidate: Candidate) -> Forecast:
+        accumulates = candidate.split.num_slices * candidate.split.accumulate_grad_batches > 1
+        key = (
+            candidate.precision, candidate.checkpointed_modules, accumulates, candidate.zero_gradients_early,
+            candidate.optimizer_states, candidate.optimizer_implementation,
+        )  # fmt: skip
+        if key not in self._lines:
+            self._lines[key] = self._measured_now(candidate, accumulates)
+        line = self._lines[key]
+        return Forecast(
+            candidate=candidate,
+            memory=line.at(candidate.split.micro_batch_size),
+            method="extrapolated",
+            notes=(
+                f"the step could not be traced ({self.untraceable}); its peak is a straight line through real steps of "
+                f"{line.sizes[0]} and {line.sizes[1]} samples, and the warm-up will tell",
+            ),
+        )
+
+    def _measured_now(self, candidate: Candidate, accumulates: bool) -> PeakLine:
+        try:
+            with checkpointed(self._program.module, candidate.checkpointed_modules):
+                return measure_small_steps(
+                    self._program_at(candidate),
+                    self._given.batch,
+                    self._given.divide,
+                    samples=self._given.samples_of(self._given.batch),
+                    accumulates=accumulates,
+                    zero_gradients_early=candidate.zero_gradients_early,
+                    floating=_floating(candidate),
+                )
+        except (TraceError, BatchStructureError) as error:
+            raise TraceError(
+                f"The step could not be traced ({self.untraceable}), and small real steps could not be measured "
+                f"instead: {error}. Use a real module and a batch of at least two samples, or a step that needs no "
+                "values."
+            ) from error
+
+
+class _OptimizerStep(NamedTuple):
+    timeline: Timeline
+    cost: OptimizerStepCost
+    seconds: float | None
+
+
+def _whole(window: VariantSeconds | None, variant: Variant, step: float | None) -> float | None:
+    return None if window is None or step is None else window.of(variant) + step
+
+
+def _floating(candidate: Candidate) -> torch.dtype | None:
+    """The dtype that module and batch have under a precision, if not their own."""
+    return torch.bfloat16 if candidate.precision == "bf16-true" else None
+
+
+def autocast_context(precision: Precision) -> StepContext:
+    """The forward's context for a precision, as Lightning's plugins make it.
+
+    Source: ``lightning/pytorch/plugins/precision/amp.py`` and ``half.py``, 2.6: autocast without a cache of casted
+    weights; for ``bf16-true`` the default dtype of new tensors.
+
+    Raises:
+        ConfigurationError: for a precision that is not forecast.
+    """
+    if precision == "32-true":
+        return nullcontext
+    if precision == "bf16-mixed":
+        return lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+    if precision == "16-mixed":
+        return lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False)
+    if precision == "bf16-true":
+        return _bfloat16_by_default
+    raise ConfigurationError(
+        f"precision={precision!r} is not forecast. Choose '32-true', 'bf16-mixed', '16-mixed' or 'bf16-true'."
+    )
+
+
+@contextmanager
+def _bfloat16_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def checkpointed(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Recompute the named modules within this context."""
+    undo = checkpoint_modules(module, names)
+    try:
+        yield
+    finally:
+        undo()

@@ -1,0 +1,356 @@
+"""Every variant of one recorded step: which blocks are recomputed, how large the slices are, when gradients are zeroed.
+
+Milliseconds each, whatever the size of the model: the tables are made once, and a variant is a handful of sums over
+them. The result is what the plain replay of the variant's own timeline gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_memfit.plan import CATEGORIES, PHASES, MemoryBreakdown, Phase
+from lightning_memfit.predict.micro_batch_scaling import NotDerivableError, Numbers, at_samples, pair_operations
+from lightning_memfit.predict.optimizer_step import OptimizerStepCost
+from lightning_memfit.predict.recomputation import Moments, recomputations
+from lightning_memfit.predict.variant_arrays import UNDECIDED, Flags, Holds, Operators, State, Storages, lines, numbers
+from lightning_memfit.predict.variant_tables import ALWAYS, FIRST, SECOND, clipping_begins, tables_of
+from lightning_memfit.trace.step_record import StepRecord
+from lightning_memfit.trace.timeline import Event, Free, Operation, ProbeResult, Resident, Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to run a step."""
+
+    slice_sizes: tuple[int, ...]
+    """Samples in each slice of one Lightning batch, largest first."""
+    accumulate_grad_batches: int = 1
+    """Lightning batches per optimizer step."""
+    recomputed: tuple[str, ...] = ()
+    """Qualified names of the blocks that are recomputed."""
+    zero_gradients_early: bool = False
+    """Gradients are dropped before the first forward instead of after it."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Slices of the whole accumulation window."""
+        return len(self.slice_sizes) * self.accumulate_grad_batches
+
+    @property
+    def followed(self) -> tuple[int, ...]:
+        """Samples in the slices that a trace would follow: the first, and if there are more, one that accumulates."""
+        if self.micro_steps == 1:
+            return self.slice_sizes
+        return self.slice_sizes[0], self.slice_sizes[0 if self.accumulate_grad_batches > 1 else 1]
+
+
+class Times(NamedTuple):
+    """How often operators of one kind run at one size."""
+
+    kind: int
+    """Number of the kind; operators of one kind cost the same."""
+    samples: int
+    """Samples in their slice."""
+    times: float
+    """Times in the whole accumulation window; a slice that is not followed counts by its share of samples."""
+
+
+class StepVariants:
+    """Tells what the variants of a recorded step need.
+
+    Args:
+        record: the step, with one slice or two.
+        probes: by signature of the record, what probing found; an operator without a result counts with its outputs.
+    """
+
+    def __init__(self, record: StepRecord, probes: Mapping[int, ProbeResult] | None = None) -> None:
+        self.scaling_obstacle: str | None = None
+        """Why only the recorded sizes can be told; ``None`` if others can."""
+        partners: Mapping[int, int] = {}
+        try:
+            partners = pair_operations(record)
+        except NotDerivableError as error:
+            self.scaling_obstacle = str(error)
+        self._record = record
+        self._moments = Moments(record)
+        self._plans = recomputations(record, self._moments)
+        tables = tables_of(record, partners, probes or {}, self._plans, self._moments)
+        self._operators = Operators(tables.operators)
+        self._storages = Storages(tables.storages, tables.freed, self._operators)
+        self._left_out = [index for index, s in enumerate(tables.storages) if s.number == record.left_out]
+        self._holds = Holds(tables.holds)
+        self._forward_ends = [float(self._moments.of_event[end]) - 0.5 for end in record.forward_ends]
+        starts, end = record.slice_starts, clipping_begins(record)
+        second = starts[1] if len(starts) > 1 else end
+        self._second_slice = self._moments.of_event[second] - 0.5, self._moments.of_event[end] - 0.5
+
+    def obstacle(self, variant: Variant) -> str | None:
+        """Why a variant cannot be told from the record; ``None`` if it can."""
+        return self.size_obstacle(variant) or self.block_obstacle(variant)
+
+    def size_obstacle(self, variant: Variant) -> str | None:
+        """Why the sizes of its slices cannot be told; ``None`` if they can."""
+        recorded = self._record.samples
+        if len(variant.followed) > len(recorded):
+            return "only one slice was recorded"
+        fixed = self.scaling_obstacle is not None or len(set(recorded)) == 1
+        if fixed and variant.followed != recorded[: len(variant.followed)]:
+            return self.scaling_obstacle or f"only slices of {recorded[0]} samples were recorded"
+        return None
+
+    def block_obstacle(self, variant: Variant) -> str | None:
+        """Why recomputing its blocks cannot be told; ``None`` if it can."""
+        names, followed = set(variant.recomputed), {plan.call.module for plan in self._plans}
+        for plan in self._plans:
+            if plan.obstacle is not None and plan.call.module in names:
+                return f"recomputing {plan.call.module} cannot be derived: {plan.obstacle}"
+        inner = [name for name in sorted(names) if any(name.startswith(f"{outer}.") for outer in names)]
+        if inner:
+            return f"{inner[0]} lies in another block that is recomputed"
+        # Whether a module that was not followed is called at all, only a trace can say.
+        unknown = sorted(names - followed)
+        return f"no call of {unknown[0]} was followed" if unknown else None
+
+    def memory(self, variant: Variant, step: OptimizerStepCost) -> MemoryBreakdown:
+        """The peak of a variant, the optimizer's step included.
+
+        Raises:
+            NotDerivableError: if the variant cannot be told from the record.
+        """
+        state = self._state(variant)
+        before, after = (alive + step.states_bytes for alive in self._alive(state))
+        at_step = int(before[-1])
+        highest = np.where(state.runs, np.maximum(after, before[:-1] + state.hidden), -1)
+        by_phase: dict[str, int] = {}
+        for number, phase in enumerate(PHASES):
+            of_phase = state.runs & (self._operators.phase == number)
+            if of_phase.any():
+                by_phase[phase] = int(highest[of_phase].max())
+        by_phase.update({phase: at_step + size for phase, size in step.memory.by_phase.items()})
+        peak, at = int(state.sizes[self._storages.there].sum()) + step.states_bytes, -1
+        if len(highest) and int(highest.max()) > peak:
+            at = int(highest.argmax())
+            peak = int(highest[at])
+        if at_step + step.memory.peak_allocated_bytes > peak:
+            found = self._by_category(state, step, len(highest)) + Counter(step.memory.by_category)
+            peak = at_step + step.memory.peak_allocated_bytes
+            return self._breakdown(
+                peak, found, by_phase, ("optimizer_step", step.memory.peak_op, step.memory.peak_module)
+            )
+        found = self._by_category(state, step, at)
+        if at < 0:
+            return self._breakdown(peak, found, by_phase, ("forward", None, None))
+        operation = self._operators.operation[at]
+        found["temporaries"] += peak - int(after[at])
+        return self._breakdown(peak, found, by_phase, (operation.phase, operation.op, operation.module))
+
+    def flops(self, variant: Variant) -> tuple[int, int]:
+        """Floating point operations of the whole accumulation window, and those of them that are repeated.
+
+        Raises:
+            NotDerivableError: if the variant cannot be told from the record.
+        """
+        self._check(variant)
+        runs = self._exist(variant, self._operators.slice_, self._operators.gate) & (self._operators.slice_ == FIRST)
+        repeated = runs & (self._operators.gate > 0)
+        total = again = 0
+        for size, count in Counter(variant.slice_sizes).items():
+            flops = self._at(self._operators.flops, np.full(len(runs), size))
+            total += count * int(flops[runs].sum())
+            again += count * int(flops[repeated].sum())
+        return total * variant.accumulate_grad_batches, again * variant.accumulate_grad_batches
+
+    def times(self, variant: Variant) -> list[Times]:
+        """How often operators of each kind run in the whole accumulation window, the optimizer's step left out.
+
+        Raises:
+            NotDerivableError: if the variant cannot be told from the record.
+        """
+        self._check(variant)
+        runs = self._exist(variant, self._operators.slice_, self._operators.gate)
+        found = []
+        for slice_, (samples, times) in self._repeats(variant).items():
+            kinds = np.bincount(self._operators.kind[runs & (self._operators.slice_ == slice_)])
+            found += [Times(kind, samples, times * int(kinds[kind])) for kind in np.flatnonzero(kinds).tolist()]
+        return found
+
+    def repeated_calls(self, variant: Variant) -> float:
+        """Calls of blocks that are repeated in the whole accumulation window."""
+        names, repeats = set(variant.recomputed), self._repeats(variant)
+        slices = [plan.call.micro_step for plan in self._plans if plan.call.module in names and plan.begins < math.inf]
+        return sum(repeats[slice_][1] for slice_ in slices if slice_ in repeats)
+
+    def operation(self, kind: int, samples: int) -> Operation:
+        """An operator of a kind at a number of samples; storages are those of one of them."""
+        row = self._operators.kinds[kind]
+        one = np.array([samples])
+        sizes = [int(self._at(lines([line]), one)[0]) for line in row.written]
+        outputs = zip(row.operation.outputs, sizes, strict=True)
+        sized: Operation = row.operation._replace(
+            signature=None,
+            outputs=tuple(output._replace(allocated_bytes=size) for output, size in outputs),
+            flops=int(self._at(lines([row.flops]), one)[0]),
+            moved_bytes=int(self._at(lines([row.moved]), one)[0]),
+        )
+        return sized
+
+    def timeline(self, variant: Variant) -> Timeline:
+        """The timeline of a variant without the optimizer's step: what a trace of it would give.
+
+        Raises:
+            NotDerivableError: if the variant cannot be told from the record.
+        """
+        state, there = self._state(variant), self._storages.there
+        exist = np.flatnonzero(state.exists).tolist()
+        number, sizes = self._storages.number, state.sizes.tolist()
+        held = {i: CATEGORIES[category] for i, category in enumerate(self._categories(state).tolist())}
+        flops, recomputed_flops = self.flops(variant)
+        return Timeline(
+            residents=tuple(Resident(number[i], sizes[i], held[i]) for i in exist if there[i]),
+            events=tuple(self._events(variant, state, exist)),
+            categories={number[i]: held[i] for i in exist if not there[i]},
+            signatures=self._record.signatures,
+            num_parameters=self._record.num_parameters,
+            num_operations=int(state.runs.sum()),
+            flops=flops,
+            recomputed_flops=recomputed_flops,
+            micro_steps=variant.micro_steps,
+            followed_micro_steps=len(variant.followed),
+            gradients=self._record.layouts,
+            notes=self._record.notes,
+        )
+
+    def _events(self, variant: Variant, state: State, exist: Sequence[int]) -> list[Event]:
+        frees: list[list[int]] = [[] for _ in range(len(state.runs) + 2)]
+        for index in exist:
+            frees[state.gap[index]].append(index)
+        size_of = {self._storages.number[index]: int(state.sizes[index]) for index in exist}
+        samples = self._samples(variant, self._operators.slice_)
+        flops, moved = self._at(self._operators.flops, samples), self._at(self._operators.moved, samples)
+        recorded = variant.followed == self._record.samples[: len(variant.followed)]  # else it is another call
+        events: list[Event] = []
+        for place in range(len(state.runs) + 1):
+            runs = place < len(state.runs) and state.runs[place]
+            target = self._operators.target[place] if runs else None
+            for index in sorted(frees[place], key=lambda i: state.freed[i]):
+                if index != target:
+                    events.append(Free(self._storages.number[index], self._phase_at(state.freed[index])))
+            if runs:
+                operation = self._operators.operation[place]
+                sized = operation._replace(
+                    signature=operation.signature if recorded else None,
+                    accumulates_into=None if target is None else self._storages.number[target],
+                    outputs=tuple(o._replace(allocated_bytes=size_of[o.storage]) for o in operation.outputs),
+                    flops=int(flops[place]),
+                    moved_bytes=int(moved[place]),
+                )
+                events.append(sized)
+            if target is not None:  # its end is what says that it was written into in place
+                events.append(Free(self._storages.number[target], self._phase_at(state.freed[target])))
+        return events
+
+    def _phase_at(self, moment: float) -> Phase:
+        index = int(np.searchsorted(self._moments.of_event, moment, side="right")) - 1
+        return self._record.events[min(max(index, 0), len(self._record.events) - 1)].phase
+
+    def _check(self, variant: Variant) -> None:
+        obstacle = self.obstacle(variant)
+        if obstacle is not None:
+            raise NotDerivableError(obstacle)
+
+    def _state(self, variant: Variant) -> State:
+        self._check(variant)
+        operators, opened = self._operators, self._opened(variant)
+        runs = self._exist(variant, operators.slice_, operators.gate)
+        exists = self._exist(variant, self._storages.slice_, self._storages.gate)
+        if variant.zero_gradients_early:
+            exists = exists & ~self._storages.old_gradients
+        sizes = np.where(
+            exists, self._at(self._storages.allocated_bytes, self._samples(variant, self._storages.slice_)), 0
+        )
+        self._size_what_is_left_out(sizes, variant)
+        freed = self._holds.prolong(self._storages.freed, opened)
+        if len(variant.followed) == 1:
+            start, end = self._second_slice
+            freed[(freed > start) & (freed < end)] = math.inf  # only a second slice would let go of it
+        gap = np.searchsorted(operators.moment, freed)
+        gap[np.isposinf(freed)] = len(operators.moment) + 1
+        hidden = self._at(operators.hidden, self._samples(variant, operators.slice_))
+        return State(sizes, freed, gap, exists, runs, hidden, len(variant.followed))
+
+    def _alive(self, state: State) -> tuple[Numbers, Numbers]:
+        """Bytes alive in front of each operator and once more behind the last, and after each has allocated."""
+        count = len(state.runs)
+        new, there = ~self._storages.there, int(state.sizes[self._storages.there].sum())
+        allocated = np.bincount(self._storages.made_by[new], weights=state.sizes[new], minlength=count)
+        freed = np.bincount(state.gap, weights=state.sizes, minlength=count + 2)[: count + 1]
+        before = there + np.cumsum(np.concatenate(([0.0], allocated)) - freed).astype(np.int64)
+        return before, before[:-1] + allocated.astype(np.int64)
+
+    def _by_category(self, state: State, step: OptimizerStepCost, at: int) -> Counter[str]:
+        """What is alive while operator ``at`` runs; -1 is before the first, the number of operators after the last."""
+        alive = self._storages.there
+        if at >= 0:
+            alive = (alive | (self._storages.made_by <= at)) & (state.gap > at)
+        sums = np.bincount(self._categories(state)[alive], weights=state.sizes[alive], minlength=len(CATEGORIES))
+        found: Counter[str] = Counter(dict(zip(CATEGORIES, sums.astype(np.int64).tolist(), strict=True)))
+        found["optimizer_states"] += step.states_bytes
+        return found
+
+    def _categories(self, state: State) -> Numbers:
+        saved = np.zeros(len(self._storages.made), dtype=np.bool_)
+        for end in self._forward_ends[: state.slices]:
+            saved |= (self._storages.made < end) & (state.freed > end)
+        decided = np.where(saved, CATEGORIES.index("activations"), CATEGORIES.index("temporaries"))
+        return np.where(self._storages.category == UNDECIDED, decided, self._storages.category)
+
+    def _breakdown(
+        self, peak: int, found: Counter[str], by_phase: dict[str, int], place: tuple[Phase, str | None, str | None]
+    ) -> MemoryBreakdown:
+        phase, op, module = place
+        return MemoryBreakdown(
+            peak_allocated_bytes=peak,
+            by_category={name: size for name, size in found.items() if size},
+            by_phase=by_phase,
+            peak_phase=phase,
+            peak_op=op,
+            peak_module=module,
+            num_parameters=self._record.num_parameters,
+        )
+
+    def _opened(self, variant: Variant) -> Flags:
+        """By gate, whether it is open; the first one is none and counts as closed."""
+        names = set(variant.recomputed)
+        return np.array([False, *(plan.call.module in names for plan in self._plans)], dtype=np.bool_)
+
+    def _exist(self, variant: Variant, slices: Numbers, gates: Numbers) -> Flags:
+        exist: Flags = (gates == 0) | self._opened(variant)[gates]
+        return exist & (slices != SECOND) if len(variant.followed) == 1 else exist
+
+    def _samples(self, variant: Variant, slices: Numbers) -> Numbers:
+        return numbers([variant.followed[0], variant.followed[-1], variant.followed[0]])[slices]
+
+    def _at(self, lines: tuple[Numbers, Numbers], samples: Numbers) -> Numbers:
+        return at_samples(*lines, (self._record.samples[0], self._record.samples[-1]), samples)
+
+    def _repeats(self, variant: Variant) -> dict[int, tuple[int, float]]:
+        """By slice, its samples and how often it counts: the second stands for all that are not followed."""
+        first, second = variant.followed[0], variant.followed[-1]
+        found = {FIRST: (first, 1.0), ALWAYS: (first, 1.0)}
+        if len(variant.followed) > 1:
+            samples = variant.accumulate_grad_batches * sum(variant.slice_sizes)
+            found[SECOND] = second, (samples - first) / second
+        return found
+
+    def _size_what_is_left_out(self, sizes: Numbers, variant: Variant) -> None:
+        # What slices that are not followed returned beside the loss; each is taken to be as large as the first.
+        for index in self._left_out:
+            kept = self._record.kept_bytes
+            one = int(self._at(lines([(kept[0], kept[-1])]), numbers([variant.followed[0]]))[0])
+            sizes[index] = one * max(0, len(variant.slice_sizes) - len(variant.followed))

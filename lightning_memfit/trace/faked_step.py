@@ -1,0 +1,172 @@
+"""The setting in which a step is followed: fakes in place of every tensor, the CPU's rules, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memfit.batch_tree import tensors_of
+from lightning_memfit.errors import TraceError
+from lightning_memfit.observe.snapshot import take_snapshot
+from lightning_memfit.observe.unlogged import unlogged
+from lightning_memfit.plan import Phase
+from lightning_memfit.trace.converted_fakes import fakes_in
+from lightning_memfit.trace.cpu_rules import real_cpu_behaviour
+from lightning_memfit.trace.fake_module import FakeTensors, faked
+from lightning_memfit.trace.step_program import StepProgram, users_code
+from lightning_memfit.trace.tensors import tensors_in
+from lightning_memfit.trace.timeline import GradientLayout
+from lightning_memfit.trace.tracer import StepTracer
+
+
+@contextmanager
+def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Iterator[None]:
+    """Within this context the module's tensors are fakes, and the tracer sees every operator.
+
+    What the user's code prints meanwhile is dropped; the real step will print it.
+    """
+    try:
+        with (
+            _old_objects_at_rest(),
+            redirect_stdout(io.StringIO()),
+            _untouched(module),
+            faked(module, fakes),
+            real_cpu_behaviour(),
+            fakes.mode,
+            tracer,
+        ):
+            yield
+    finally:
+        tracer.stop_following()
+
+
+@contextmanager
+def _old_objects_at_rest() -> Iterator[None]:
+    """Garbage collections look at new objects only: a trace makes many, and those before it are as many again."""
+    if gc.get_freeze_count():  # someone else's, which cannot be told apart afterwards
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class TracingObserver:
+    """Tells the tracer where the step is."""
+
+    def __init__(self, tracer: StepTracer, parameters: Sequence[torch.Tensor]) -> None:
+        self._tracer = tracer
+        self._parameters = parameters
+        self._forwards = 0
+
+    def enter(self, phase: Phase) -> None:
+        """A phase begins."""
+        self._tracer.phase = phase
+        if phase == "forward":
+            self._tracer.micro_step = self._forwards
+            self._forwards += 1
+
+    def after_forward(self) -> None:
+        """What is alive now was saved for the backward."""
+        self._tracer.categorise_saved()
+
+    def after_backward(self) -> None:
+        """The parameters have their gradients now."""
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        self._tracer.categorise(grads, "gradients")
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """Qualified name of each module, by ``id``."""
+    return {id(part): name for name, part in module.named_modules()}
+
+
+def fake_batches(fakes: FakeTensors, batch: Any, count: int, floating: torch.dtype | None) -> list[Any]:
+    """The batch on fakes, ``count`` times on storages of their own; the values of the first are those known."""
+    return [fakes.of_batch(batch), *(fakes_in(fakes.mode, floating).of_batch(batch) for _ in range(count - 1))]
+
+
+def make_optimizer(program: StepProgram, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The program's optimizer over the module's fakes.
+
+    Raises:
+        TraceError: if it was given tensors that are not parameters of the module now.
+    """
+    with users_code():
+        optimizer = program.make_optimizer()
+    known = {id(parameter) for parameter in parameters}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if strangers:
+        raise TraceError(
+            f"the optimizer was given {len(strangers)} tensors that are not parameters of the module now "
+            f"(the first has shape {tuple(strangers[0].shape)}); were they collected before configure_optimizers?"
+        )
+    return optimizer
+
+
+def add_module_residents(tracer: StepTracer, module: nn.Module) -> None:
+    """Register the module's own tensors as there before the step: parameters, buffers, tensors in attributes."""
+    tracer.add_residents(module.parameters(), "parameters")
+    tracer.add_residents(module.buffers(), "buffers")
+    tracer.add_residents(_loose_tensors(module), "buffers")
+
+
+def add_batch_residents(tracer: StepTracer, batches: Iterable[Any]) -> None:
+    """Register the batches as there before the step."""
+    for batch in batches:
+        tracer.add_residents(tensors_of(batch), "inputs")
+
+
+def layouts_of(parameters: Iterable[nn.Parameter]) -> tuple[GradientLayout | None, ...]:
+    """How the gradients lie in memory now."""
+    return tuple(None if parameter.grad is None else _layout(parameter.grad) for parameter in parameters)
+
+
+def _layout(gradient: torch.Tensor) -> GradientLayout:
+    dtype = str(gradient.dtype).removeprefix("torch.")
+    return GradientLayout(dtype, tuple(gradient.size()), tuple(gradient.stride()))
+
+
+def notes_of(tracer: StepTracer) -> tuple[str, ...]:
+    """Assumptions made on the way."""
+    if not tracer.scalars_read:
+        return ()
+    return (
+        f"the step reads {tracer.scalars_read} values of tensors (such as loss.item()); the trace answers as a healthy "
+        "step would: 1 for numbers, False for flags",
+    )
+
+
+def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that modules keep as plain attributes, outside parameters and buffers."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from tensors_in(value)
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Put every submodule's attributes back at the end; tensors are not copied, since fakes stand in for them."""
+    with take_snapshot(module, tensors_in="nowhere"), unlogged(module):
+        for part in module.modules():
+            if _is_metric(part):
+                vars(part).update(update=_ignore, compute=_ignore, forward=_ignore)
+        yield
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
