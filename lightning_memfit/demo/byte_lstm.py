@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
-from lightning_memfit.demo.next_byte import VOCABULARY, adamw_with_schedule, next_byte_loss
+from lightning_memfit.demo.next_byte import VOCABULARY, NextByteModel
 
 
-class ByteLSTM(LightningModule):
+class ByteLSTM(NextByteModel):
     """LSTM language model over bytes.
 
     Args:
@@ -30,11 +28,8 @@ class ByteLSTM(LightningModule):
         weight_decay: float = 0.01,
         warmup_steps: int = 20,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
         self.save_hyperparameters()
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
         self.embedding = nn.Embedding(VOCABULARY, hidden_size)
         self.lstm = nn.LSTM(hidden_size, hidden_size, num_layers, dropout=dropout, batch_first=True)
         self.head = nn.Linear(hidden_size, VOCABULARY)
@@ -44,25 +39,3 @@ class ByteLSTM(LightningModule):
         hidden, _ = self.lstm(self.embedding(tokens))
         logits: Tensor = self.head(hidden)
         return logits
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of one batch of ``(inputs, targets)``, both ``(batch, sequence)``."""
-        inputs, targets = batch
-        loss = next_byte_loss(self(inputs), targets)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss of one validation batch."""
-        inputs, targets = batch
-        self.log("val_loss", next_byte_loss(self(inputs), targets), prog_bar=True, batch_size=inputs.shape[0])
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW with a linear warm-up and a cosine over the steps of this run."""
-        return adamw_with_schedule(
-            self,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.trainer.estimated_stepping_batches,
-        )

@@ -1,66 +1,69 @@
-"""What the byte-level language models share: the loss, and AdamW with a warmed-up cosine schedule."""
+"""What the byte-level language models share: the loss, the steps, and how they are optimized."""
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor, nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
+
+from lightning_memfit.demo.byte_text import NO_LABEL, ByteSample
+from lightning_memfit.demo.optimization import adamw_with_schedule
 
 VOCABULARY = 256
 """Number of values of a byte."""
 
 
-def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte, in nats per byte.
+def next_byte_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of the next byte, in nats per labelled byte.
 
     Args:
         logits: scores of every byte value, ``(batch, sequence, 256)``.
-        targets: the bytes that follow, ``(batch, sequence)``, int64.
+        labels: the bytes that follow, ``(batch, sequence)``, int64; where they are ``NO_LABEL`` nothing is counted.
     """
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
 
 
-def warmed_up_cosine(step: int, *, warmup_steps: int, total_steps: int) -> float:
-    """Factor of the learning rate at ``step``: up in a line, then down to a tenth along a cosine.
-
-    Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), equation 5, with one period.
-
-    >>> [warmed_up_cosine(step, warmup_steps=2, total_steps=4) for step in range(5)]
-    [0.5, 1.0, 1.0, 0.55, 0.1]
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
-
-
-def adamw_with_schedule(
-    module: nn.Module, *, learning_rate: float, weight_decay: float, warmup_steps: int, total_steps: float
-) -> OptimizerLRSchedulerConfig:
-    """AdamW that decays matrices only, and a schedule that moves once per optimizer step.
+class NextByteModel(LightningModule):
+    """A module that scores the byte after each position, trained on pairs of bytes and the bytes that follow.
 
     Args:
-        module: the owner of the parameters.
         learning_rate: highest learning rate, per optimizer step.
-        weight_decay: decoupled decay of weights of two or more dimensions; gains and biases have none.
+        weight_decay: decay of the matrices, per unit of learning rate.
         warmup_steps: optimizer steps until the highest learning rate.
-        total_steps: optimizer steps of the whole run; infinite for a run without an end, which keeps the rate high.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=learning_rate,
-        betas=(0.9, 0.95),
-    )
-    # A run without an end never reaches the foot of the cosine; any large number says the same.
-    steps = int(total_steps) if math.isfinite(total_steps) else 10**9
-    factor = partial(warmed_up_cosine, warmup_steps=min(warmup_steps, max(1, steps // 2)), total_steps=steps)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    loss_unit = "nats per byte"
+    """What ``train_loss`` and ``val_loss`` are in."""
+
+    def __init__(self, *, learning_rate: float, weight_decay: float, warmup_steps: int) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+
+    def loss(self, batch: ByteSample) -> Tensor:
+        """Mean loss of the labelled bytes of a batch, in nats per byte."""
+        return next_byte_loss(self(batch.inputs), batch.labels)
+
+    def training_step(self, batch: ByteSample, batch_idx: int) -> Tensor:
+        """Return the loss of one batch of ``(inputs, labels)``, both ``(batch, sequence)``."""
+        loss = self.loss(ByteSample(*batch))
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: ByteSample, batch_idx: int) -> None:
+        """Log the loss of one validation batch, which counts as many times as it has labelled bytes."""
+        batch = ByteSample(*batch)
+        labelled = int((batch.labels != NO_LABEL).sum())
+        self.log("val_loss", self.loss(batch), prog_bar=True, batch_size=labelled)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW with a linear warm-up and a cosine over the steps of this run."""
+        return adamw_with_schedule(
+            self,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.trainer.estimated_stepping_batches,
+        )

@@ -11,7 +11,9 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from lightning_memfit.demo.byte_gpt import ByteGPT
 from lightning_memfit.demo.byte_lstm import ByteLSTM
-from lightning_memfit.demo.next_byte import adamw_with_schedule, next_byte_loss, warmed_up_cosine
+from lightning_memfit.demo.byte_text import NO_LABEL
+from lightning_memfit.demo.next_byte import next_byte_loss
+from lightning_memfit.demo.optimization import adamw_with_schedule, warmed_up_cosine
 from lightning_memfit.demo.stdlib_text import StdlibText
 
 
@@ -62,6 +64,19 @@ def test_equal_scores_have_the_entropy_of_a_byte() -> None:
     # ln 256 = 5.545177...
     loss = next_byte_loss(torch.zeros(2, 3, 256), torch.zeros(2, 3, dtype=torch.int64))
     assert loss.item() == pytest.approx(5.545177, abs=1e-6)
+
+
+def test_bytes_without_a_label_count_for_nothing() -> None:
+    logits = torch.randn(1, 3, 256)
+    labels = torch.tensor([[7, 8, NO_LABEL]])
+    assert next_byte_loss(logits, labels).item() == pytest.approx(next_byte_loss(logits[:, :2], labels[:, :2]).item())
+
+
+def test_a_validation_batch_counts_as_many_times_as_it_has_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counted = small_gpt(), []
+    monkeypatch.setattr(model, "log", lambda *_, batch_size, **__: counted.append(batch_size))
+    model.validation_step((torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[7, 8, NO_LABEL], [9] * 3])), 0)
+    assert counted == [5]
 
 
 def test_only_matrices_decay_and_the_rate_starts_low() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memfit.demo.stdlib_text import ByteWindows, StdlibText, library_files, read_library
+from lightning_memfit.demo.stdlib_text import StdlibText, library_files, read_library
 
 
 @pytest.fixture
@@ -44,31 +44,15 @@ def test_too_few_files_are_an_error_that_names_the_limit(library: Path) -> None:
         read_library(library, max_bytes=30)
 
 
-def test_windows_lie_side_by_side_and_targets_are_one_ahead() -> None:
-    windows = ByteWindows(np.arange(11, dtype=np.uint8), sequence_length=5)
-    assert len(windows) == 2
-    inputs, targets = windows[1]
-    assert inputs.tolist() == [5, 6, 7, 8, 9]
-    assert targets.tolist() == [6, 7, 8, 9, 10]
-    assert inputs.dtype == torch.int64
-    with pytest.raises(IndexError):
-        windows[2]
-
-
-def test_a_text_shorter_than_a_window_is_an_error_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"^sequence_length=5 needs 6 bytes of text, but there are 5\."):
-        ByteWindows(np.zeros(5, dtype=np.uint8), sequence_length=5)
-
-
 def test_batches_of_the_real_library_have_the_shapes_asked_for() -> None:
     data = StdlibText(sequence_length=32, batch_size=6, validation_batch_size=2, max_bytes=200_000)
     data.setup("fit")
-    windows = data.train_windows
+    samples = data.train_samples
     data.setup("validate")
-    assert data.train_windows is windows
-    inputs, targets = next(iter(data.train_dataloader()))
-    assert inputs.shape == targets.shape == (6, 32)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert data.train_samples is samples
+    inputs, labels = next(iter(data.train_dataloader()))
+    assert inputs.shape == labels.shape == (6, 32)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert next(iter(data.val_dataloader()))[0].shape == (2, 32)
 
 
@@ -76,5 +60,5 @@ def test_two_readings_are_equal() -> None:
     first, second = (StdlibText(max_bytes=300_000) for _ in range(2))
     for data in (first, second):
         data.setup("fit")
-    assert np.array_equal(first.train_windows.text, second.train_windows.text)
-    assert np.array_equal(first.validation_windows.text, second.validation_windows.text)
+    assert np.array_equal(first.train_samples.text, second.train_samples.text)
+    assert np.array_equal(first.validation_samples.text, second.validation_samples.text)
