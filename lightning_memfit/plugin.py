@@ -22,13 +22,17 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.markup import escape
 
+from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states
 from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
+from lightning_memfit.apply.resumed import resumed_checkpoint
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
+from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.fit_session import Announce, FitSession, default_cache_dir
+from lightning_memfit.fit_session import FitSession, default_cache_dir
 from lightning_memfit.plan import Measurement, Plan, PlanRequest
+from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
+from lightning_memfit.planning import Announce
 from lightning_memfit.preconditions import check_batch_functions, check_settings, check_trainer, idle_reason
-from lightning_memfit.preparation import BatchFunctions
 from lightning_memfit.report.record import write_record
 from lightning_memfit.report.table import render_measurement, render_plan
 from lightning_memfit.units import parse_bytes
@@ -86,26 +90,32 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
                 ``"auto"`` is what the device leaves.
             headroom: bytes left free on purpose; ``"auto"`` is 5 % of the capacity, at least 256 MiB, and nothing
                 where the budget is given.
-            precision: ``"32-true"``, ``"bf16-mixed"``, or ``"auto"``, which means ``"32-true"`` in this release.
+            precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` (with its gradient scaler), ``"bf16-true"``, or
+                ``"auto"``: the faster of ``"32-true"`` and ``"bf16-mixed"`` that fits.
             activation_checkpointing: ``"auto"``, ``"none"``, ``"blocks"`` (every repeated block), or patterns of
                 module names as in ``fnmatch``.
-            optimizer_states: ``"auto"`` or ``"as-configured"``; quantised states are not in this release.
+            optimizer_states: ``"as-configured"``, ``"8bit"`` (needs bitsandbytes), or ``"auto"``: 8-bit states only
+                where nothing fits without.
             offload: ``"never"``; offload is not in this release.
             micro_batch_size: samples of the largest slice, or ``"auto"``.
-            optimizer_implementation: ``"auto"`` or ``"as-configured"``.
+            optimizer_implementation: ``"as-configured"``, ``"single-tensor"``, ``"foreach"``, ``"fused"``, or
+                ``"auto"``: the fastest that fits.
             split_batch: function ``(batch, micro_batch_size) -> [(slice, samples), ...]`` for batches of a structure
                 of their own.
             loss_weight: what the mean loss of a slice counts: ``"samples"``, ``"tokens"`` (labels other than -100), or
                 a function of the slice.
-            worst_batch: reserved.
-            max_length: reserved.
+            worst_batch: the largest batch that training can meet, or a function that makes it, from nothing or from the
+                first batch; left out, a bounded scan looks for it.
+            max_length: longest sequence in tokens that can occur: forecast and proof are those of a batch of that
+                length.
             allow_inexact_slicing: slice also where the result differs from that of the undivided batch.
             mode: ``"apply"``, ``"report"`` (plan and print, change nothing) or ``"off"``.
             on_no_fit: ``"raise"``.
             num_profiled_steps: optimizer steps of the memory warm-up, at least 2.
-            planning_seconds: reserved.
-            plan: reserved.
-            cache_dir: directory of what operator probing found; ``"auto"`` is the user's cache, ``None`` none.
+            planning_seconds: upper limit of the time for search and comparison; the proof of the plan always runs.
+            plan: a plan made before, as a path, a :class:`Plan` or plain data: the search is skipped, the proof is not.
+            cache_dir: directory of what was measured of operators and device; ``"auto"`` is the user's cache, ``None``
+                none.
             verbose: print the report.
 
         Raises:
@@ -130,15 +140,16 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             num_profiled_steps=num_profiled_steps,
             planning_seconds=planning_seconds,
         )
-        check_settings(
-            self.request, plan=plan, worst_batch=worst_batch, max_length=max_length, planning_seconds=planning_seconds
-        )
+        check_settings(self.request)
         check_batch_functions(split_batch=split_batch, loss_weight=loss_weight)
         self.verbose = verbose
         self.plan: Plan | None = None
         self.measured: Measurement | None = None
         self._functions = BatchFunctions(split_batch=split_batch, loss_weight=loss_weight)
+        self._worst_batch = worst_batch
+        self._given_plan = None if plan is None else given_plan(plan)
         self._cache_dir = _cache_directory(cache_dir)
+        self._trainer: Any = None
         self._session: FitSession | None = None
         self._warm_up: Any = None
         super().__init__(self._make_delegate("lightning.pytorch"))
@@ -164,8 +175,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             UnsupportedError: if the run uses what this release does not drive.
         """
         trainer = getattr(module, "_trainer", None)
+        self._trainer = trainer
         if trainer is not None:
-            self._usenamespace_of(trainer)
+            self._use_namespace_of(trainer)
         module = self.delegate.convert_module(module)
         if trainer is None or self.is_off or not _is_fitting(trainer) or self._session is not None:
             return module
@@ -177,17 +189,53 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._begin(trainer, module)
         return module
 
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Apply the levers of the optimizers, which have just been made and have no states yet."""
+        if self._session is None or self._warm_up is None:
+            return model, optimizers, lr_schedulers
+        self._session.connect()
+        strategy = self._session.trainer.strategy
+        return model, strategy.optimizers, strategy.lr_scheduler_configs
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read the delegate's state, and fit the saved states of optimizers to the format of this run's.
+
+        Raises:
+            CheckpointFormatError: if they cannot be converted; nothing is lost.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if self._trainer is not None:
+            adapt_optimizer_states(checkpoint, self._trainer.optimizers)
+        if self._session is not None:
+            self._session.keep_on_after(checkpoint)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write the delegate's state under its key, and the plan under MemFit's, so that resuming need not search."""
+        super().on_save_checkpoint(checkpoint)
+        if self._session is not None:
+            self._session.keep_out_of(checkpoint)
+        if self.plan is not None and self.measured is not None:
+            plan_into_checkpoint(checkpoint, self.plan, self.measured)
+
     def teardown(self) -> None:
         """Take everything back at the end of a fit, also of one that failed."""
         self._end()
+        self._trainer = None
         super().teardown()
 
     def _begin(self, trainer: Any, module: Any) -> None:
         self.plan = self.measured = None
-        self._session = session = FitSession(trainer, module, self.request, self._functions, cache_dir=self._cache_dir)
+        self._session = session = FitSession(
+            trainer,
+            module,
+            self.request,
+            self._functions,
+            worst_batch=self._worst_batch,
+            cache_dir=self._cache_dir,
+        )
         try:
             with self._status() as announce:
-                self.plan = session.make_plan(announce)
+                self.plan = session.make_plan(announce, self._given_plan, resumed_checkpoint(trainer))
             if self.request.mode == "report":
                 session.install_loader()
                 self._record(trainer)
@@ -237,7 +285,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             # A new list: Lightning may be walking through the old one.
             trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
 
-    def _usenamespace_of(self, trainer: Any) -> None:
+    def _use_namespace_of(self, trainer: Any) -> None:
         namespace = namespace_of(trainer)
         if not type(self.delegate).__module__.startswith(namespace):
             self.delegate = self._make_delegate(namespace)

@@ -6,48 +6,33 @@ Adapter for Lightning's public Trainer attributes only: ``strategy``, ``num_devi
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import PlanRequest
 
 _WORKING_VALUES = {
-    "optimizer_states": ("auto", "as-configured"),
-    "optimizer_implementation": ("auto", "as-configured"),
     "offload": ("never",),
     "on_no_fit": ("raise",),
-    "precision": ("32-true", "bf16-mixed"),
 }
 _WAY_OUT = "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
 
 
-def check_settings(request: PlanRequest, **reserved: Any) -> None:
+def check_settings(request: PlanRequest) -> None:
     """Refuse settings whose levers this release does not have, instead of ignoring them.
-
-    Args:
-        request: what the user asked for.
-        **reserved: constructor arguments that are reserved, by name; ``None`` means not given.
 
     Raises:
         UnsupportedError: naming the setting, its value and what works.
     """
-    for name, value in reserved.items():
-        if value is not None:
-            raise _not_in_this_release(name, value, ())
     for name, works in _WORKING_VALUES.items():
         value = getattr(request, name)
-        if value is not None and value not in works:
-            raise _not_in_this_release(name, value, works)
-
-
-def _not_in_this_release(name: str, value: Any, works: Sequence[str]) -> UnsupportedError:
-    instead = f"Leave {name} out" + (f", or use {' or '.join(map(repr, works))}" if works else "")
-    return UnsupportedError(
-        f"MemFit({name}={reprlib.repr(value)}) is not supported in this release. {instead}. To need less memory, this "
-        "release divides batches into slices (micro_batch_size=), recomputes activations (activation_checkpointing=), "
-        "zeroes gradients early, and computes in precision='bf16-mixed'."
-    )
+        if value not in works:
+            raise UnsupportedError(
+                f"MemFit({name}={reprlib.repr(value)}) is not supported in this release. Leave {name} out, or use "
+                f"{' or '.join(map(repr, works))}. To need less memory, this release divides batches into slices "
+                "(micro_batch_size=), recomputes activations (activation_checkpointing=), zeroes gradients early, "
+                "computes in precision='bf16-mixed', and keeps optimizer_states='8bit'."
+            )
 
 
 def check_batch_functions(*, split_batch: object, loss_weight: object) -> None:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_memfit.apply.loader import TrainLoader
-from lightning_memfit.apply.micro_batches import unsliceable_reason
-from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
-from lightning_memfit.batch_tree import batch_size_of, join_outputs, split_by_sizes, tensors_of
-from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError, is_out_of_memory
-from lightning_memfit.forecasting import Forecaster, resident_bytes
+from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
+from lightning_memfit.apply.length_cap import at_max_length
+from lightning_memfit.apply.loader import TrainLoader, scan_validation_batches
+from lightning_memfit.apply.optimizer_levers import OptimizerFacts
+from lightning_memfit.apply.slicing import weight_of
+from lightning_memfit.batch_functions import BatchFunctions
+from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
+from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
+from lightning_memfit.forecaster import Forecaster
+from lightning_memfit.forecasting import resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.measure_rates import measure_rates
+from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest, balanced_slices
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest, Precision
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.batch_arithmetic import (
     LoaderPlan,
@@ -30,45 +37,15 @@ from lightning_memfit.search.batch_arithmetic import (
 )
 from lightning_memfit.search.checkpointing import find_repeated_blocks, match_modules
 from lightning_memfit.search.levers import SearchSpace, search_space
+from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.trace.op_probe import OperatorProber
-from lightning_memfit.trace.training_step import optimizers_of, program_of
-from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
+from lightning_memfit.trace.step_program import StepProgram, optimizers_of, program_of
+from lightning_memfit.validate.splittable import has_train_mode_batch_norm
 
-_UNLIMITED = 2**31
-_COMPARED_PAIRS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchFunctions:
-    """The user's functions for batches, which a plan cannot carry as data."""
-
-    split_batch: SplitBatch | None
-    """Divides batches of a structure of their own."""
-    loss_weight: LossWeight
-    """What a slice's mean loss counts."""
-
-    def divide(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """The slices of ``batch``, of these numbers of samples.
-
-        The user's function is only told the size of the first, so that further ones may have other sizes and numbers.
-        """
-        if self.split_batch is None:
-            return split_by_sizes(batch, sizes)
-        return [part for part, _ in self.split_batch(batch, sizes[0])]
-
-    def samples_of(self, batch: Any) -> int:
-        """Samples in ``batch``.
-
-        Raises:
-            BatchStructureError: if nothing tells.
-        """
-        if self.split_batch is None:
-            return batch_size_of(batch)
-        return sum(samples for _, samples in self.split_batch(batch, _UNLIMITED))
-
-    def weight_of(self, batch: Any) -> float:
-        """What the mean loss of ``batch`` counts."""
-        return weight_of(batch, self.samples_of(batch), self.loss_weight)
+SCAN_LIMITS = ScanLimits()
+"""How far the batches of an epoch are looked through for the largest."""
+WorstBatch = Any
+"""The largest batch of a run as the user gives it: a batch, or a function that makes it; ``None`` if not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +65,11 @@ class Preparation:
     loader_plan: LoaderPlan
     """Batch size and accumulation that form the effective batch."""
     batch: Any
-    """The first batch, of the planned size."""
+    """The batch that is planned and proven: the largest that was found, of the planned size."""
+    planned_batch: str
+    """Which one that is, in words."""
+    rival: ScannedBatch | None
+    """Another batch, of fewer bytes but more per sample, that may need more."""
     device: DeviceSpec
     """Where the fit runs."""
     budget: Budget
@@ -104,6 +85,70 @@ class Preparation:
     def num_batches(self) -> int | None:
         """Lightning batches per epoch under the plan; ``None`` if unknown."""
         return _num_batches(self.loader, self.loader_plan)
+
+    def of_the_more_demanding_batch(self) -> Preparation:
+        """The same for the rival, where the run as it is needs more memory for that one."""
+        if self.rival is None:
+            return self
+        other = replace(
+            self,
+            batch=self.rival.batch,
+            planned_batch=self.rival.describe(),
+            rival=None,
+            forecaster=self.forecaster.for_batch(self.rival.batch),
+        )
+        plain = Candidate(precision=self.request.precision or "32-true", split=self._whole)
+        needs, needs_other = (each.forecast(plain).predicted_peak_bytes for each in (self, other))
+        return other if needs_other > needs else replace(self, rival=None)
+
+    def fingerprint(self) -> Mapping[str, str]:
+        """What a plan for this run is made for."""
+        return fingerprint_of(
+            self.module,
+            self.batch,
+            device=self.device,
+            request=self.request,
+            optimizer=self.forecaster.optimizer_words,
+            loader_batch_size=self.loader_plan.loader_batch_size,
+            accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
+            trainer_facts=trainer_facts_of(self.trainer),
+        )
+
+    @property
+    def _whole(self) -> BatchSplit:
+        samples = self.loader_plan.loader_batch_size
+        return BatchSplit(
+            effective_batch_size=self.loader_plan.effective_batch_size,
+            loader_batch_size=samples,
+            accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
+            slice_sizes=(samples,),
+        )
+
+    @property
+    def guard(self) -> SliceGuard:
+        """Says why batches may not be divided."""
+        return SliceGuard(
+            trainer=self.trainer,
+            module=self.module,
+            functions=self.functions,
+            batch=self.batch,
+            allow_inexact_slicing=self.request.allow_inexact_slicing,
+        )
+
+    def validation_batch(self) -> ScannedBatch | None:
+        """The largest validation batch that was found; ``None`` if the run does not validate."""
+        return scan_validation_batches(self.trainer, SCAN_LIMITS)
+
+    def estimate(self, candidate: Candidate) -> Forecast:
+        """What a candidate needs, derived from the traces of others where that is possible.
+
+        Raises:
+            ConfigurationError: if what the user set cannot be used.
+        """
+        try:
+            return self.forecaster.estimate(candidate)
+        except TraceError as error:
+            return _floor(candidate, self.module, self.batch, error)
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """What a candidate needs; where its step can neither be traced nor run yet, what it certainly needs.
@@ -123,90 +168,24 @@ class Preparation:
         Raises:
             ConfigurationError: if a pinned lever cannot be had.
         """
-        patterns = self.request.activation_checkpointing
-        samples = self.loader_plan.loader_batch_size
-        whole = BatchSplit(
-            effective_batch_size=self.loader_plan.effective_batch_size,
-            loader_batch_size=samples,
-            accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
-            slice_sizes=(samples,),
-        )
+        patterns, facts = self.request.activation_checkpointing, self._optimizer_facts()
         return search_space(
             self.request,
-            whole,
+            self._whole,
             blocks=find_repeated_blocks(self.module),
             matched=match_modules(self.module, patterns) if isinstance(patterns, tuple) else (),
             slicing_reason=slicing_obstacle,
+            precisions=_precisions(self.device, self.trainer, facts),
+            implementations=facts.implementations,
+            states_reason=facts.quantisation_obstacle,
         )
 
-    def slicing_obstacle(self) -> str | None:
-        """Why batches may not be divided, as far as can be seen without running anything."""
-        reason = unsliceable_reason(self.trainer, self.module)
-        if reason is None and not self.request.allow_inexact_slicing:
-            batch_norm = has_train_mode_batch_norm(self.module)
-            if batch_norm is not None:
-                reason = (
-                    f"{batch_norm} normalises over the batch in train mode, so that slices would change the result. "
-                    "allow_inexact_slicing=True slices it all the same."
-                )
-        if reason is None:
-            reason = self._structure_obstacle()
-        return None if reason is None else f"not sliced: {reason}"
-
-    def compare_slices(self, micro_batch_size: int) -> str | None:
-        """Why slices of the real batch differ from the whole; ``None`` if they do not.
-
-        Four samples are compared first, then pairs of slices of the planned size: a loss that weighs classes or leaves
-        labels out is no mean over samples, but four samples need not show it.
-        """
-        obstacle = self._compare_halves_of(self.batch, 4)
-        # More samples than a slice may not fit, even without gradients; then as many as a slice are compared.
-        for samples in (2 * micro_batch_size, micro_batch_size):
-            if obstacle is not None or samples <= 4:
-                break
-            try:
-                return self._compare_pairs(samples)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-        return obstacle
-
-    def _compare_pairs(self, samples: int) -> str | None:
-        present = self.functions.samples_of(self.batch)
-        sizes = balanced_slices(present, -(-present // samples))
-        pairs = self.functions.divide(self.batch, sizes) if len(sizes) > 1 else [self.batch]
-        for pair in pairs[:_COMPARED_PAIRS]:
-            obstacle = self._compare_halves_of(pair, samples)
-            if obstacle is not None:
-                return obstacle
-        return None
-
-    def _compare_halves_of(self, batch: Any, samples: int) -> str | None:
+    def _optimizer_facts(self) -> OptimizerFacts:
         try:
-            verdict = check_splittable(
-                module=self.module,
-                batch=batch,
-                split_by_sizes=self.functions.divide,
-                training_step=program_of(self.module).compute_loss,
-                weights=self.functions.weight_of,
-                join=join_outputs,
-                batch_size=self.functions.samples_of(batch),
-                compared_samples=samples,
-            )
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
-            words = (str(error).strip().splitlines() or [""])[0][:200]
-            return f"not sliced: the comparison of slices raised {type(error).__name__}: {words}"
-        return None if verdict.exact else f"not sliced: {verdict.reason}"
-
-    def _structure_obstacle(self) -> str | None:
-        try:
-            samples = self.functions.samples_of(self.batch)
-        except BatchStructureError as error:
-            return str(error)
-        return None if samples > 1 else "the batch is a single sample"
+            return self.forecaster.facts
+        except TraceError as error:
+            obstacle = f"the optimizer could not be made before training begins ({error})"
+            return OptimizerFacts(name="the optimizer", implementations=(), quantisation_obstacle=obstacle)
 
 
 def prepare(
@@ -216,19 +195,32 @@ def prepare(
     functions: BatchFunctions,
     loader: TrainLoader,
     prober: OperatorProber,
+    *,
+    worst_batch: WorstBatch = None,
+    cache_dir: Path | None = None,
 ) -> Preparation:
     """Look at everything; change nothing, random states included.
+
+    Args:
+        trainer: the Trainer, fitting.
+        module: its LightningModule.
+        request: what the user asked for.
+        functions: the user's functions for batches.
+        loader: the train loader.
+        prober: finds the operators' hidden temporaries.
+        worst_batch: the largest batch, or a function that makes it, if the user gives one.
+        cache_dir: keeps what was measured of the device.
 
     Raises:
         ConfigurationError: if the effective batch cannot be formed, or there is nothing to train on.
         NoFeasiblePlanError: if the device leaves nothing.
     """
-    batch = loader.peek()
+    first = loader.peek()
     declared = loader.batch_size
     loader_plan = resolve_loader(
         effective_batch_size=request.effective_batch_size,
         ranks=1,
-        loader_batch_size=declared if declared is not None else _samples_seen(batch, functions, request),
+        loader_batch_size=declared if declared is not None else _samples_seen(first, functions, request),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         can_rebuild=loader.can_rebuild,
         has_batch_norm=has_train_mode_batch_norm(module) is not None,
@@ -236,12 +228,12 @@ def prepare(
         rebuild_obstacle=loader.rebuild_obstacle,
     )
     if callable(functions.loss_weight) or functions.loss_weight != "samples":
-        weight_of(batch, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
-    if loader_plan.rebuilt:
-        batch = _first_samples(batch, loader_plan.loader_batch_size, functions)
-    # Lightning fetches one batch ahead where it cannot know which one is the last.
-    resident_batches = 1 if loader.num_batches is not None else 2
-    device = detect_device("local")
+        weight_of(first, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
+    scanned = _planned_batch(first, request, loader, loader_plan, worst_batch)
+    batch = scanned.batch
+    device, program = detect_device("local"), _program(trainer, module)
+    rates = measure_rates(cache_dir=cache_dir)
+    resident_batches = _resident_batches(loader, scanned)
     return Preparation(
         request=request,
         functions=functions,
@@ -250,17 +242,48 @@ def prepare(
         loader=loader,
         loader_plan=loader_plan,
         batch=batch,
+        planned_batch=scanned.describe(),
+        rival=scanned.rival,
         device=device,
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch)),
-        forecaster=_forecaster(trainer, module, batch, functions, prober, resident_batches),
+        forecaster=_forecaster(program, batch, functions, prober, resident_batches, rates),
         resident_batches=resident_batches,
-        notes=_notes(trainer, batch, loader, loader_plan),
+        notes=_notes(trainer, loader, loader_plan, scanned),
     )
 
 
-def _forecaster(
-    trainer: Any, module: Any, batch: Any, functions: BatchFunctions, prober: OperatorProber, resident_batches: int
-) -> Forecaster:
+def _planned_batch(
+    first: Any, request: PlanRequest, loader: TrainLoader, loader_plan: LoaderPlan, worst_batch: WorstBatch
+) -> ScannedBatch:
+    """The batch that the user gave, or the longest that may occur, or else the largest that a bounded scan finds."""
+    if worst_batch is not None:
+        return given_worst_batch(worst_batch, first)
+    scanned = loader.scan(SCAN_LIMITS, batch_size=loader_plan.loader_batch_size if loader_plan.rebuilt else None)
+    if request.max_length is None:
+        return scanned
+    return at_max_length(scanned, request.max_length)
+
+
+def _precisions(device: DeviceSpec, trainer: Any, facts: OptimizerFacts) -> tuple[Precision, ...]:
+    """What ``precision="auto"`` may choose from: what a plain Trainer does, and mixed precision where it works."""
+    mixed: tuple[Precision, ...] = ("bf16-mixed",) if "bf16-mixed" in device.supported_precisions else ()
+    if trainer.gradient_clip_val and facts.unscales_by_itself:
+        return ("32-true",)  # Lightning refuses to clip the gradients of such an optimizer in mixed precision
+    return ("32-true", *mixed)
+
+
+def _resident_batches(loader: TrainLoader, scanned: ScannedBatch) -> int:
+    """Batches alive at the same time.
+
+    Lightning fetches one ahead where it cannot know which one is the last; those that were looked at in a stream wait
+    until training gets them.
+    """
+    ahead = 1 if loader.num_batches is not None else 2
+    largest = storage_bytes(reachable_tensors([scanned.batch]))
+    return max(ahead, -(-scanned.held_bytes // largest) if largest else 0)
+
+
+def _program(trainer: Any, module: Any) -> StepProgram:
     def clip(optimizer: Any) -> None:
         module.configure_gradient_clipping(
             optimizer,
@@ -268,8 +291,18 @@ def _forecaster(
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
 
-    program = program_of(module, step_context=trainer.precision_plugin.train_step_context, clip_gradients=clip)
-    program = replace(program, make_optimizer=lambda: _the_optimizer(trainer, module))
+    program = program_of(module, clip_gradients=clip)
+    return replace(program, make_optimizer=lambda: _the_optimizer(trainer, module))
+
+
+def _forecaster(
+    program: StepProgram,
+    batch: Any,
+    functions: BatchFunctions,
+    prober: OperatorProber,
+    resident_batches: int,
+    rates: DeviceRates,
+) -> Forecaster:
     return Forecaster(
         program,
         batch,
@@ -277,6 +310,7 @@ def _forecaster(
         divide=functions.divide,
         samples_of=functions.samples_of,
         resident_batches=resident_batches,
+        rates=rates,
     )
 
 
@@ -349,23 +383,11 @@ def _samples_seen(batch: Any, functions: BatchFunctions, request: PlanRequest) -
         return max(1, int(parts[0].shape[0]))
 
 
-def _first_samples(batch: Any, samples: int, functions: BatchFunctions) -> Any:
-    """The first samples of the peeked batch: the rebuilt loader draws from the same sampler."""
-    present = functions.samples_of(batch)
-    return batch if present <= samples else functions.divide(batch, (samples, present - samples))[0]
-
-
 def _num_batches(loader: TrainLoader, loader_plan: LoaderPlan) -> int | None:
     return loader.num_batches_at(loader_plan.loader_batch_size if loader_plan.rebuilt else None)
 
 
-def _shapes(batch: Any) -> str:
-    tensors = tensors_of(batch)
-    shown = [f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors[:3]]
-    return ", ".join(shown) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-
-
-def _notes(trainer: Any, batch: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
+def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan, scanned: ScannedBatch) -> tuple[str, ...]:
     notes = [loader_plan.reason] if loader_plan.rebuilt else []
     batches, accumulate = _num_batches(loader, loader_plan), loader_plan.accumulate_grad_batches
     before = optimizer_steps_per_epoch(loader.num_batches, trainer.accumulate_grad_batches)
@@ -384,5 +406,6 @@ def _notes(trainer: Any, batch: Any, loader: TrainLoader, loader_plan: LoaderPla
         )
     if accumulate > 1:
         notes.append("accumulated batches are weighed by their samples; Lightning alone weighs them equally")
-    notes.append(f"forecast and proof are those of the first batch ({_shapes(batch)}); a larger one would need more")
+    if not scanned.complete:
+        notes.append(f"forecast and proof are those of {scanned.describe()}; a larger batch would need more")
     return tuple(notes)

@@ -70,3 +70,15 @@ def format_bytes(size: int) -> str:
             digits = 3 if number < 9.9995 else 2 if number < 99.995 else 1 if number < 999.95 else 0
             return f"{sign}{number:.{digits}f} {unit}"
     return f"{sign}{magnitude} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Render seconds with three significant digits.
+
+    >>> format_seconds(1.5), format_seconds(0.0123), format_seconds(0.0000456), format_seconds(0.0)
+    ('1.5 s', '12.3 ms', '45.6 us', '0 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-6:.3g} us"

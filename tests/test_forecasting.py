@@ -12,19 +12,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, TraceError
-from lightning_memfit.forecasting import (
-    Forecaster,
-    autocast_context,
-    checkpointed,
-    forecast,
-    make_plan,
-    resident_bytes,
-    trace_step,
-)
+from lightning_memfit.forecaster import Forecaster, autocast_context, checkpointed
+from lightning_memfit.forecasting import forecast, make_plan, resident_bytes, trace_step
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import BatchSplit, Candidate, balanced_slices
-from lightning_memfit.trace.training_step import program_of, run_window
+from lightning_memfit.trace.step_program import program_of, run_window
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
 
@@ -123,8 +116,11 @@ def test_checkpointing_is_taken_back_after_a_trace() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer_states": "8bit"}, "optimizer_states='8bit' is not forecast yet"),
-        ({"precision": "16-mixed"}, "precision='16-mixed' is not forecast on a CPU. Choose '32-true' or 'bf16-mixed'"),
+        (
+            {"optimizer_states": "8bit", "optimizer_implementation": "fused"},
+            "optimizer_implementation='fused' cannot be had with optimizer_states='8bit'",
+        ),
+        ({"precision": "64-true"}, "precision='64-true' is not known"),
         ({"micro_batch_size": 9}, "micro_batch_size=9 is more than the 8 samples"),
     ],
 )
@@ -136,7 +132,7 @@ def test_what_cannot_be_forecast_is_an_error(options: dict[str, Any], message: s
 def test_one_trace_serves_early_and_late_zeroing(monkeypatch: pytest.MonkeyPatch) -> None:
     forecaster = Forecaster(program_of(Lit()), batch_of(8), prober=None)
     late = forecaster(candidate(8))
-    monkeypatch.setattr("lightning_memfit.forecasting.trace_window", lambda *a, **k: pytest.fail("traced again"))
+    monkeypatch.setattr("lightning_memfit.forecaster.trace_window", lambda *a, **k: pytest.fail("traced again"))
     early = forecaster(candidate(8, early=True))
     assert early.memory.by_phase["forward"] < late.memory.by_phase["forward"]
 
@@ -172,7 +168,16 @@ def test_a_plan_slices_until_it_fits() -> None:
     module, batch = Lit(), batch_of(256)
     whole = forecast(module, batch, probe_operators=False).peak_allocated_bytes
     sliced = forecast(module, batch, micro_batch_size=64, probe_operators=False).peak_allocated_bytes
-    plan = make_plan(module, batch, effective_batch_size=512, budget=(whole + sliced) // 2, probe_operators=False)
+    plan = make_plan(
+        module,
+        batch,
+        effective_batch_size=512,
+        budget=(whole + sliced) // 2,
+        precision="32-true",
+        activation_checkpointing="none",
+        optimizer_implementation="as-configured",
+        probe_operators=False,
+    )
     assert plan.split.effective_batch_size == 512
     assert plan.split.accumulate_grad_batches == 2
     assert plan.split.num_slices > 1 and plan.candidate.activation_checkpointing == "none"

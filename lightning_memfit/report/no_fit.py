@@ -22,6 +22,7 @@ def no_fit_message(
     passed_over: Sequence[PassedOver],
     request: PlanRequest,
     slicing_reason: str | None = None,
+    states_reason: str | None = None,
 ) -> str:
     """Say that nothing fits: the budget, by how much the smallest plan misses it, what was tried, what would help.
 
@@ -32,6 +33,7 @@ def no_fit_message(
         passed_over: the other candidates.
         request: what the user asked for; levers that it rules out are named.
         slicing_reason: why the batch may not be sliced further, in words that end with a way out if there is one.
+        states_reason: why the optimizer's states may not be quantised; ``None`` if they may.
 
     Returns:
         Plain text of several lines, without markup.
@@ -50,7 +52,7 @@ def no_fit_message(
         *(f"  - {line}" for line in _tried_lines(tried, request)),
         *_ruled_out_lines(passed_over),
         "What would help:",
-        *(f"  - {line}" for line in _ways_out(budget, best, peak, request, slicing_reason)),
+        *(f"  - {line}" for line in _ways_out(budget, best, peak, request, slicing_reason, states_reason)),
     ]
     return "\n".join(lines)
 
@@ -88,13 +90,22 @@ def _tried_lines(tried: _Tried, request: PlanRequest) -> Iterator[str]:
     yield _lever_line("activation_checkpointing", tried, _checkpointing_words, pinned_checkpointing)
     yield _lever_line("zeroing gradients before or after the forward", tried, _zeroing_words, False)
     yield _lever_line("precision", tried, lambda candidate: candidate.precision, request.precision is not None)
-    if any(candidate.optimizer_states != "as-configured" for candidate, _ in tried):
-        pinned_states = request.optimizer_states != "auto"
+    pinned_states = request.optimizer_states != "auto"
+    if pinned_states or len({candidate.optimizer_states for candidate, _ in tried}) > 1:
         yield _lever_line("optimizer_states", tried, lambda candidate: candidate.optimizer_states, pinned_states)
+    pinned_step = request.optimizer_implementation != "auto"
+    if pinned_step or len({_implementation_words(candidate) for candidate, _ in tried}) > 1:
+        yield _lever_line("optimizer_implementation", tried, _implementation_words, pinned_step)
 
 
 def _zeroing_words(candidate: Candidate) -> str:
     return "before" if candidate.zero_gradients_early else "after"
+
+
+def _implementation_words(candidate: Candidate) -> str:
+    if candidate.optimizer_states != "as-configured":
+        return f"that of {candidate.optimizer_states} states"
+    return candidate.optimizer_implementation
 
 
 def _checkpointing_words(candidate: Candidate) -> str:
@@ -127,12 +138,17 @@ def _ruled_out_lines(passed_over: Sequence[PassedOver]) -> Iterator[str]:
 
 
 def _ways_out(
-    budget: Budget, best: Forecast, peak: int, request: PlanRequest, slicing_reason: str | None
+    budget: Budget,
+    best: Forecast,
+    peak: int,
+    request: PlanRequest,
+    slicing_reason: str | None,
+    states_reason: str | None,
 ) -> Iterator[str]:
     yield _larger_budget(budget, peak, request)
     sizes, temporaries = best.memory.by_category, best.memory.by_category.get("temporaries", 0)
     if best.memory.peak_phase == "optimizer_step":
-        if temporaries:
+        if temporaries and best.candidate.optimizer_implementation != "fused":
             yield (
                 f"an optimizer step with smaller temporaries (such as fused=True): these hold "
                 f"{format_bytes(temporaries)} of the peak"
@@ -146,8 +162,18 @@ def _ways_out(
         )
     states = sizes.get("optimizer_states", 0)
     if states:
-        yield f"an optimizer with smaller states: these hold {format_bytes(states)} of the peak"
+        yield _smaller_states(states, best, request, states_reason)
     yield from _smaller_model(budget, best)
+
+
+def _smaller_states(states: int, best: Forecast, request: PlanRequest, states_reason: str | None) -> str:
+    held = f"these hold {format_bytes(states)} of the peak"
+    if best.candidate.optimizer_states == "as-configured":
+        if request.optimizer_states == "as-configured":
+            return f'optimizer_states="auto" (you set "as-configured"), an optimizer with smaller states: {held}'
+        if states_reason is not None:
+            return f"an optimizer with smaller states: {held}, and could not be quantised ({states_reason})"
+    return f"an optimizer with smaller states: {held}"
 
 
 def _larger_budget(budget: Budget, peak: int, request: PlanRequest) -> str:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import uuid
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from lightning_memfit._version import __version__
 from lightning_memfit.plan import Measurement, Plan
-
-FILE_NAME = "plan.yaml"
+from lightning_memfit.plan_file import FILE_NAME, to_yaml, write_whole
 
 # The first that is installed counts: users have Lightning under one of two names.
 _LIGHTNING = ("lightning", "pytorch-lightning")
@@ -42,16 +39,7 @@ def write_record(plan: Plan, measurement: Measurement | None, directory: str | P
         "versions": _versions(),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    target = Path(directory) / FILE_NAME
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the replacement is a rename within one file system.
-    draft = target.with_name(f".{FILE_NAME}.{uuid.uuid4().hex}")
-    try:
-        draft.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
-    return target
+    return write_whole(Path(directory) / FILE_NAME, to_yaml(content))
 
 
 def _measured(measurement: Measurement) -> dict[str, Any]:

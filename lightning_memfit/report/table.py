@@ -16,9 +16,16 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memfit.plan import BatchSplit, Measurement, MemoryBreakdown, PassedOver, Plan
+from lightning_memfit.plan import (
+    BatchSplit,
+    Measurement,
+    MemoryBreakdown,
+    OptimizerStatesMeasurement,
+    PassedOver,
+    Plan,
+)
 from lightning_memfit.report.no_fit import no_fit_message
-from lightning_memfit.units import format_bytes
+from lightning_memfit.units import format_bytes, format_seconds
 
 __all__ = [
     "best_passed_over",
@@ -76,8 +83,8 @@ def measurement_renderable(plan: Plan, measurement: Measurement) -> RenderableTy
     facts.add_row("", _budget_bar(peak, budget))
     facts.add_row(
         "step time",
-        f"{_seconds(measurement.measured_step_seconds)} per optimizer step, profiler included "
-        f"(last of {_count(measurement.profiled_steps, 'profiled step')})",
+        f"{format_seconds(measurement.measured_step_seconds)} per optimizer step (fastest without the profiler, after "
+        f"{_count(measurement.profiled_steps, 'profiled step')})",
     )
     if not measurement.profiled_steps:
         facts.add_row("proof", Text("NONE: training_step gave no loss for the first batch", style="bold red"))
@@ -87,6 +94,10 @@ def measurement_renderable(plan: Plan, measurement: Measurement) -> RenderableTy
         _heading("Predicted against measured (difference: predicted - measured)"),
     ]
     parts.append(_indented(_comparison(plan, measurement)))
+    if measurement.optimizer_states is not None:
+        parts += [_heading("Optimizer states (measured)"), _indented(Text(_states_words(measurement.optimizer_states)))]
+    if measurement.timed_plans:
+        parts += [_heading("Timed, seconds per optimizer step"), _indented(_timed_plans(measurement))]
     if measurement.costliest_ops:
         parts += [_heading("Costliest operators"), _indented(_costliest(measurement))]
     return Group(*parts, Text())
@@ -97,8 +108,12 @@ def _summary(plan: Plan) -> RenderableType:
     facts = _facts()
     facts.add_row("plan", Text(plan.candidate.label, style="bold"))
     facts.add_row("batch", Text(_split_words(plan.split)))
+    facts.add_row("", Text(f"planned for {plan.planned_batch}"))
     facts.add_row("predicted", _use_of_budget(predicted, budget.budget_bytes))
     facts.add_row("", _budget_bar(predicted, budget.budget_bytes))
+    if plan.forecast.predicted_step_seconds is not None:
+        seconds = format_seconds(plan.forecast.predicted_step_seconds)
+        facts.add_row("", Text.assemble(("about ", "dim"), (seconds, "bold"), " per optimizer step"))
     facts.add_row("budget", Text(f"{format_bytes(budget.budget_bytes)}: {budget.reason}"))
     device = plan.device
     facts.add_row("device", Text(f"{device.name} ({device.kind}, {_count(device.cores, 'core')})"))
@@ -191,13 +206,19 @@ def _passed_over(plan: Plan) -> Iterable[RenderableType]:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     table.add_column("candidate", ratio=4, min_width=20)
     table.add_column("predicted", justify="right", no_wrap=True)
+    table.add_column("per step", justify="right", no_wrap=True)
     table.add_column("why not", ratio=5, min_width=20)
     best = best_passed_over(plan.passed_over, budget)
     for passed in best[:SHOWN_PASSED_OVER]:
         peak = passed.predicted_peak_bytes
         shown = "-" if peak is None else format_bytes(peak)
         over = peak is not None and peak > budget
-        table.add_row(Text(passed.candidate.label), Text(shown, style="red" if over else ""), Text(passed.reason))
+        table.add_row(
+            Text(passed.candidate.label),
+            Text(shown, style="red" if over else ""),
+            _seconds_or_dash(passed.predicted_step_seconds),
+            Text(passed.reason),
+        )
     yield _indented(table)
     rest = len(best) - SHOWN_PASSED_OVER
     if rest > 0:
@@ -231,7 +252,49 @@ def _comparison(plan: Plan, measurement: Measurement) -> Table:
     rss = measurement.measured_peak_rss_bytes
     if rss is not None:
         table.add_row("process RSS peak", *_against(None, rss))
+    table.add_row("optimizer step", *_times_against(plan.forecast.predicted_step_seconds, measurement))
     return table
+
+
+def _times_against(predicted: float | None, measurement: Measurement) -> tuple[str, str, str, str]:
+    measured = measurement.measured_step_seconds
+    if predicted is None or not measured:
+        return _seconds_or_dash(predicted), format_seconds(measured), "", ""
+    difference = predicted - measured
+    sign = "+" if difference > 0 else ""
+    return (
+        format_seconds(predicted),
+        format_seconds(measured),
+        f"{sign}{format_seconds(difference)}",
+        f"{100 * difference / measured:+.0f} %",
+    )
+
+
+def _timed_plans(measurement: Measurement) -> Table:
+    table = _table("candidate", "predicted", "measured", "measured peak")
+    for timed in measurement.timed_plans:
+        peak = timed.measured_peak_allocated_bytes
+        table.add_row(
+            Text(timed.candidate.label),
+            _seconds_or_dash(timed.predicted_step_seconds),
+            _seconds_or_dash(timed.measured_step_seconds),
+            "out of memory" if peak is None else format_bytes(peak),
+        )
+    return table
+
+
+def _states_words(states: OptimizerStatesMeasurement) -> str:
+    quantised, kept = states.quantised_parameters, states.kept_parameters
+    words = f"{states.optimizer}: {format_bytes(states.quantised_bytes)} for {quantised:,} parameters"
+    if quantised:
+        words += f" in 8 bits ({states.quantised_bytes / quantised:.2f} bytes each)"
+    if kept:
+        words += f", {format_bytes(states.kept_bytes)} for {kept:,} in 32 bits ({states.kept_reason})"
+    return f"{words}; {format_bytes(states.saved_bytes)} saved"
+
+
+def _seconds_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def _against(predicted: int | None, measured: int) -> tuple[str, str, str, str]:
@@ -248,7 +311,7 @@ def _costliest(measurement: Measurement) -> Table:
     table = _table("operator", "own time/step", "calls/step")
     steps = max(1, measurement.profiled_steps)
     for operator in measurement.costliest_ops[:SHOWN_OPS]:
-        table.add_row(Text(operator.name), _seconds(operator.self_seconds / steps), f"{operator.calls / steps:g}")
+        table.add_row(Text(operator.name), format_seconds(operator.self_seconds / steps), f"{operator.calls / steps:g}")
     return table
 
 
@@ -324,7 +387,3 @@ def _percent(part: int, whole: int) -> str:
 
 def _signed_bytes(size: int) -> str:
     return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.plan import BatchSplit, Candidate, Checkpointing, PlanRequest, Precision, balanced_slices
+from lightning_memfit.plan import (
+    BatchSplit,
+    Candidate,
+    Checkpointing,
+    OptimizerImplementation,
+    OptimizerStates,
+    PlanRequest,
+    Precision,
+    balanced_slices,
+)
+
+_PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,30 +32,87 @@ class CheckpointingOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSpace:
-    """What may be chosen."""
+class Setting:
+    """Every lever but the number of slices and the moment at which gradients are zeroed."""
 
     precision: Precision
-    """Given, or the default."""
+    """Precision in Lightning's words."""
+    optimizer_states: OptimizerStates
+    """Format of the optimizer's states."""
+    optimizer_implementation: OptimizerImplementation
+    """Implementation of the optimizer's step."""
+    checkpointing: CheckpointingOption
+    """What is recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What may be chosen. Each lever's values begin with what departs least from the run as it is."""
+
+    precisions: tuple[Precision, ...]
+    """Precisions that device and user allow."""
     whole: BatchSplit
     """The effective batch with one slice per Lightning batch."""
     checkpointing: tuple[CheckpointingOption, ...]
     """In the order of recomputed work, least first."""
     num_slices: tuple[int, ...]
     """Numbers of slices per Lightning batch, fewest first; each gives another micro-batch size."""
+    optimizer_states: tuple[OptimizerStates, ...] = ("as-configured",)
+    """Formats of the optimizer's states."""
+    optimizer_implementations: tuple[OptimizerImplementation, ...] = ("as-configured",)
+    """Implementations of the optimizer's step; quantised states have one of their own."""
     slicing_reason: str | None = None
     """Why only one slice is allowed, if it is; or why the number is fixed."""
+    states_reason: str | None = None
+    """Why the states may not be quantised, if they may not."""
 
-    def candidate(self, option: CheckpointingOption, num_slices: int, *, zero_gradients_early: bool) -> Candidate:
+    def settings(self, tier: int) -> Iterator[Setting]:
+        """The settings of one harm tier; of equal ones, those that recompute least come first."""
+        for precision, states, implementation in itertools.product(
+            self.precisions, self.optimizer_states, self.optimizer_implementations
+        ):
+            if states != "as-configured" and implementation != self.optimizer_implementations[0]:
+                continue
+            for option in self.checkpointing:
+                setting = Setting(
+                    precision=precision,
+                    optimizer_states=states,
+                    optimizer_implementation=implementation if states == "as-configured" else "as-configured",
+                    checkpointing=option,
+                )
+                if self.candidate(setting, self.num_slices[0], zero_gradients_early=False).harm_tier == tier:
+                    yield setting
+
+    def candidate(self, setting: Setting, num_slices: int, *, zero_gradients_early: bool) -> Candidate:
         """The candidate at one point of the space."""
         sizes = balanced_slices(self.whole.loader_batch_size, num_slices)
         return Candidate(
-            precision=self.precision,
-            activation_checkpointing=option.kind,
-            checkpointed_modules=option.modules,
+            precision=setting.precision,
+            activation_checkpointing=setting.checkpointing.kind,
+            checkpointed_modules=setting.checkpointing.modules,
             split=replace(self.whole, slice_sizes=sizes),
             zero_gradients_early=zero_gradients_early,
+            optimizer_states=setting.optimizer_states,
+            optimizer_implementation=setting.optimizer_implementation,
         )
+
+    def departures(self, candidate: Candidate) -> int:
+        """How many levers a candidate sets otherwise than the least that the space allows."""
+        least = self.checkpointing[0]
+        return sum(
+            (
+                candidate.precision != self.precisions[0],
+                candidate.optimizer_states != self.optimizer_states[0],
+                candidate.optimizer_implementation != self.optimizer_implementations[0],
+                candidate.checkpointed_modules != least.modules,
+                candidate.split.num_slices != self.num_slices[0],
+                candidate.zero_gradients_early,
+            )
+        )
+
+
+TIERS = (0, 1, 2)
+"""Harm tiers, least harmful first."""
 
 
 def search_space(
@@ -52,6 +122,9 @@ def search_space(
     blocks: tuple[str, ...],
     matched: tuple[str, ...] = (),
     slicing_reason: str | None = None,
+    precisions: tuple[Precision, ...] = ("32-true",),
+    implementations: tuple[OptimizerImplementation, ...] = (),
+    states_reason: str | None = "not looked at",
 ) -> SearchSpace:
     """Put the space together.
 
@@ -61,9 +134,13 @@ def search_space(
         blocks: repeated blocks found in the module.
         matched: modules that the user's patterns match.
         slicing_reason: why the batch may not be sliced; ``None`` if it may.
+        precisions: what ``precision="auto"`` may choose from, what a plain Trainer does first.
+        implementations: what ``optimizer_implementation="auto"`` may choose from beside the configured one.
+        states_reason: why the optimizer's states cannot be quantised; ``None`` if they can.
 
     Raises:
-        ConfigurationError: if ``micro_batch_size`` cannot be had, or blocks were asked for and there are none.
+        ConfigurationError: if ``micro_batch_size`` cannot be had, blocks were asked for and there are none, or 8-bit
+            states were asked for and cannot be had.
     """
     samples = whole.loader_batch_size
     if request.micro_batch_size is None:
@@ -74,13 +151,36 @@ def search_space(
             (_pinned_count(request.micro_batch_size, samples, slicing_reason),),
             "micro_batch_size is given",
         )
+    asked = request.optimizer_implementation
     return SearchSpace(
-        precision=request.precision or "32-true",
+        precisions=precisions if request.precision is None else (request.precision,),
         whole=whole,
         checkpointing=_checkpointing_options(request, blocks, matched),
         num_slices=counts,
+        optimizer_states=_states(request, states_reason),
+        optimizer_implementations=("as-configured", *implementations) if asked == "auto" else (asked,),
         slicing_reason=reason,
+        states_reason=states_reason,
     )
+
+
+def _states(request: PlanRequest, obstacle: str | None) -> tuple[OptimizerStates, ...]:
+    asked = request.optimizer_states
+    if asked == "8bit":
+        if request.optimizer_implementation not in ("auto", "as-configured"):
+            raise ConfigurationError(
+                f"optimizer_implementation={request.optimizer_implementation!r} cannot be had with "
+                "optimizer_states='8bit': quantised states have one implementation. Leave one of the two out."
+            )
+        if obstacle is not None:
+            raise ConfigurationError(
+                f"optimizer_states='8bit' cannot be had: {obstacle.rstrip('.')}. Use optimizer_states='auto', which "
+                "leaves such an optimizer as it is, or change the optimizer."
+            )
+        return ("8bit",)
+    if asked == "auto" and obstacle is None:
+        return ("as-configured", "8bit")
+    return ("as-configured",)
 
 
 def _pinned_count(micro_batch_size: int, samples: int, slicing_reason: str | None) -> int:
@@ -132,4 +232,14 @@ def _checkpointing_options(
                 "has two members of equal structure. Name modules by patterns, such as ('encoder.layers.*',)."
             )
         return (every_block,)
-    return (none, every_block) if blocks else (none,)
+    return (none, *_first_blocks(blocks), every_block) if blocks else (none,)
+
+
+def _first_blocks(blocks: tuple[str, ...]) -> Iterator[CheckpointingOption]:
+    """The first quarter, half and three quarters of the blocks.
+
+    The first ones, because the last are recomputed while everything else is still saved, so that they save least.
+    """
+    counts = sorted({len(blocks) * part // _PARTS for part in range(1, _PARTS)} - {0, len(blocks)})
+    for count in counts:
+        yield CheckpointingOption(kind="blocks", modules=blocks[:count])

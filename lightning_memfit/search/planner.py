@@ -1,23 +1,40 @@
-"""The search: among what fits in the lowest tier, fewest recomputed FLOPs, then fewest slices.
+"""The search: in the lowest tier in which anything fits, the candidate that is predicted to be fastest.
 
-Pure: candidates go in, forecasts come back from the function it is given.
+Pure: candidates go in, forecasts come back from the functions it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PassedOver, Plan, PlanRequest
+from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, Plan, PlanRequest
 from lightning_memfit.report.no_fit import no_fit_message
-from lightning_memfit.search.levers import CheckpointingOption, SearchSpace
-from lightning_memfit.units import format_bytes
+from lightning_memfit.search.levers import TIERS, SearchSpace, Setting
+from lightning_memfit.search.reasons import choices_of, reason_passed_over
 
 Evaluate = Callable[[Candidate], Forecast]
 
+MOST_CONTENDERS = 3
+"""Candidates that are worth timing for real."""
+CONTENDER_SHARE = 1.25
+"""A candidate is worth timing if it is predicted to take at most this share of the fastest one's time."""
+_LEVER_PAYS = 0.02
+_PRECISION_PAYS = 0.05
 _INTERPOLATED_STEPS = 2
+_MOST_RETRIES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found."""
+
+    plan: Plan
+    """The plan of the candidate that is predicted to be fastest."""
+    contenders: tuple[Forecast, ...]
+    """That candidate first, and those that are nearly as fast by prediction: which one is fastest, a clock must say."""
 
 
 def search_plan(
@@ -27,58 +44,66 @@ def search_plan(
     space: SearchSpace,
     evaluate: Evaluate,
     *,
+    estimate: Evaluate | None = None,
+    contenders: int = 1,
+    out_of_time: Callable[[], bool] = lambda: False,
     notes: tuple[str, ...] = (),
-) -> Plan:
+) -> Found:
     """Find the plan.
 
-    For each way of checkpointing, least recomputed work first, the fewest slices that fit are found. A larger slice
-    never needs less memory, so that the number of slices is searched by interpolation between one that fits and one
-    that does not.
+    1. Tier by tier: a higher one is looked at only where nothing of a lower one fits.
+    2. For each setting of the other levers the fewest slices that fit are found. A larger slice never needs less
+       memory, so that the number of slices is searched by interpolation between one that fits and one that does not.
+    3. What fits is ranked by predicted seconds per optimizer step. A lever counts as faster only where it saves at
+       least 2 % (a precision 5 %), so that nothing departs from the run as it is for less. Where seconds are not
+       known, fewest recomputed FLOPs count, then fewest slices, then fewest departures.
+    4. The first of the ranking are forecast by ``evaluate``, if ``estimate`` derived them; one that does not fit
+       after all is searched again with the difference added.
 
     Args:
         request: what the user asked for.
         device: where it will run.
         budget: what it may use.
         space: what may be chosen.
-        evaluate: candidate to forecast; called once for each candidate.
+        evaluate: candidate to confirmed forecast.
+        estimate: candidate to quick forecast; by default ``evaluate``.
+        contenders: how many of the first are confirmed.
+        out_of_time: whether planning has used its time; then no further settings are looked at.
         notes: what the user should know, put into the plan.
 
     Raises:
         NoFeasiblePlanError: if nothing fits; the message says by how much and what would help.
     """
-    search = _Search(budget.budget_bytes, space, evaluate)
-    chosen: Forecast | None = None
-    for option in space.checkpointing:
-        if chosen is None:
-            chosen = search.fewest_slices(option)
-        else:
-            search.pass_over_unneeded(option)
-    forecasts = [forecast for forecast in search.known.values() if forecast is not chosen]
-    if chosen is None:
-        best = min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes)
-        others = tuple(_too_large(f, budget) for f in forecasts if f is not best)
-        message = no_fit_message(
-            budget=budget,
-            best=best,
-            measured_peak_bytes=None,
-            passed_over=others,
-            request=request,
-            slicing_reason=space.slicing_reason,
-        )
-        raise NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
+    search = _Search(budget.budget_bytes, space, evaluate, estimate or evaluate, out_of_time)
+    finalists: list[Forecast] = []
+    for tier in TIERS:
+        if not finalists:
+            finalists = search.finalists(tier, contenders)
+    if not finalists:
+        raise _nothing_fits(request, budget, space, search)
+    chosen = finalists[0]
+    others = search.others(chosen)
     passed = [
-        _too_large(f, budget) if f.predicted_peak_bytes > budget.budget_bytes else _fits_but(f, chosen)
-        for f in forecasts
+        PassedOver(
+            candidate=other.candidate,
+            predicted_peak_bytes=other.predicted_peak_bytes,
+            predicted_step_seconds=other.predicted_step_seconds,
+            reason=reason_passed_over(other, chosen, budget),
+        )
+        for other in others
     ]
-    return Plan(
+    if search.cut_short:
+        notes = (*notes, f"planning time was up: {search.cut_short} settings of the levers were not looked at")
+    plan = Plan(
         request=request,
         device=device,
         budget=budget,
         forecast=chosen,
-        choices=_choices(request, space, chosen, search),
+        choices=choices_of(request, space, chosen, others),
         passed_over=(*sorted(passed, key=_nearest_first(budget)), *search.unneeded),
         notes=(*notes, *chosen.notes),
     )
+    return Found(plan=plan, contenders=tuple(finalists))
 
 
 @dataclass
@@ -86,32 +111,134 @@ class _Search:
     budget_bytes: int
     space: SearchSpace
     evaluate: Evaluate
+    estimate: Evaluate
+    out_of_time: Callable[[], bool]
     known: dict[Candidate, Forecast] = field(default_factory=dict)
+    settings: dict[Candidate, Setting] = field(default_factory=dict)
+    added: dict[Setting, int] = field(default_factory=dict)
+    """By how much the confirmed forecast of a setting exceeded the estimated one."""
     unneeded: list[PassedOver] = field(default_factory=list)
+    cut_short: int = 0
 
-    def forecast(self, option: CheckpointingOption, num_slices: int, *, early: bool) -> Forecast:
-        candidate = self.space.candidate(option, num_slices, zero_gradients_early=early)
-        if candidate not in self.known:
-            self.known[candidate] = self.evaluate(candidate)
-        return self.known[candidate]
+    def finalists(self, tier: int, most: int) -> list[Forecast]:
+        """The best of a tier, confirmed, fastest first; none if nothing of the tier fits."""
+        return self._confirmed(self._fitting(tier), most)
+
+    def others(self, chosen: Forecast) -> list[Forecast]:
+        """Every forecast of the chosen setting, and of every other setting the fastest that fits, or the smallest."""
+        by_setting: dict[Setting, list[Forecast]] = {}
+        for candidate, forecast in self.known.items():
+            if forecast is not chosen:
+                by_setting.setdefault(self.settings[candidate], []).append(forecast)
+        mine = by_setting.pop(self.settings[chosen.candidate], [])
+        return [*mine, *map(self._representative, by_setting.values())]
+
+    def _representative(self, forecasts: list[Forecast]) -> Forecast:
+        fitting = [forecast for forecast in forecasts if self.fits(forecast)]
+        if fitting:
+            return min(fitting, key=self.score)
+        return min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes)
+
+    # Search
 
     def fits(self, forecast: Forecast) -> bool:
         return forecast.predicted_peak_bytes <= self.budget_bytes
 
-    def best_at(self, option: CheckpointingOption, num_slices: int) -> Forecast:
-        """Zeroing late is what the run does today; zeroing early is taken where only that fits."""
-        late = self.forecast(option, num_slices, early=False)
-        return late if self.fits(late) else self.forecast(option, num_slices, early=True)
+    def score(self, forecast: Forecast) -> tuple[float, ...]:
+        """Smaller is better; forecasts without seconds come after those with."""
+        candidate = forecast.candidate
+        departures = self.space.departures(candidate)
+        least = (float(departures), float(candidate.split.num_slices))
+        if forecast.predicted_step_seconds is None:
+            return (1.0, float(forecast.recomputed_flops or 0), float(candidate.split.num_slices), *least)
+        other_precision = candidate.precision != self.space.precisions[0]
+        must_pay = departures * _LEVER_PAYS + other_precision * (_PRECISION_PAYS - _LEVER_PAYS)
+        return (0.0, forecast.predicted_step_seconds * (1 + must_pay), *least)
 
-    def fewest_slices(self, option: CheckpointingOption) -> Forecast | None:
+    def _fitting(self, tier: int) -> list[Forecast]:
+        found: list[Forecast] = []
+        undivided: set[Setting] = set()
+        for setting in self.space.settings(tier):
+            without = self._without_checkpointing(setting)
+            if without in undivided:
+                self._pass_over_unneeded(setting)
+                continue
+            if found and self.out_of_time():
+                self.cut_short += 1
+                continue
+            best = self.fewest_slices(setting)
+            if best is not None:
+                found.append(best)
+                if best.candidate.split.num_slices == self.space.num_slices[0]:
+                    undivided.add(without)
+        return found
+
+    def _without_checkpointing(self, setting: Setting) -> Setting:
+        return Setting(
+            precision=setting.precision,
+            optimizer_states=setting.optimizer_states,
+            optimizer_implementation=setting.optimizer_implementation,
+            checkpointing=self.space.checkpointing[0],
+        )
+
+    def _confirmed(self, found: list[Forecast], most: int) -> list[Forecast]:
+        ranked = sorted(found, key=self.score)
+        finalists: list[Forecast] = []
+        retries: dict[Setting, int] = {}
+        while ranked and len(finalists) < most:
+            estimated = ranked.pop(0)
+            if finalists and self._is_slower(estimated, finalists[0]):
+                break
+            exact = self._exact(estimated)
+            if self.fits(exact):
+                finalists.append(exact)
+                continue
+            setting = self.settings[exact.candidate]
+            retries[setting] = retries.get(setting, 0) + 1
+            self.added[setting] = self.added.get(setting, 0) + (
+                exact.predicted_peak_bytes - estimated.predicted_peak_bytes
+            )
+            if retries[setting] <= _MOST_RETRIES and self.added[setting] > 0:
+                again = self.fewest_slices(setting)
+                if again is not None and again is not exact:
+                    ranked = sorted([*ranked, again], key=self.score)
+        return sorted(finalists, key=self.score)
+
+    def _is_slower(self, forecast: Forecast, fastest: Forecast) -> bool:
+        if forecast.predicted_step_seconds is None or fastest.predicted_step_seconds is None:
+            return True
+        return self.score(forecast)[1] > CONTENDER_SHARE * self.score(fastest)[1]
+
+    def _exact(self, estimated: Forecast) -> Forecast:
+        if not estimated.confirmed:
+            self.known[estimated.candidate] = self.evaluate(estimated.candidate)
+        return self.known[estimated.candidate]
+
+    def forecast(self, setting: Setting, num_slices: int, *, early: bool) -> Forecast:
+        candidate = self.space.candidate(setting, num_slices, zero_gradients_early=early)
+        if candidate not in self.known:
+            self.settings[candidate] = setting
+            self.known[candidate] = self.estimate(candidate)
+        return self.known[candidate]
+
+    def _fits_by_estimate(self, forecast: Forecast) -> bool:
+        added = 0 if forecast.confirmed else self.added.get(self.settings[forecast.candidate], 0)
+        return forecast.predicted_peak_bytes + added <= self.budget_bytes
+
+    def best_at(self, setting: Setting, num_slices: int) -> Forecast:
+        """Zeroing late is what the run does today; zeroing early is taken where only that fits."""
+        late = self.forecast(setting, num_slices, early=False)
+        return late if self._fits_by_estimate(late) else self.forecast(setting, num_slices, early=True)
+
+    def fewest_slices(self, setting: Setting) -> Forecast | None:
         counts = self.space.num_slices
         too_few = 0
-        over = self.best_at(option, counts[0])
-        if self.fits(over):
+        over = self.best_at(setting, counts[0])
+        if self._fits_by_estimate(over):
             return over
         enough = len(counts) - 1
-        best = self.best_at(option, counts[enough])
-        if not self.fits(best):
+        best = self.best_at(setting, counts[enough])
+        if not self._fits_by_estimate(best):
             return None
         steps = 0
         while enough - too_few > 1:
@@ -119,8 +246,8 @@ class _Search:
             middle = (too_few + enough) // 2
             if steps <= _INTERPOLATED_STEPS:
                 middle = self._between(counts, too_few, enough, over, best)
-            forecast = self.best_at(option, counts[middle])
-            if self.fits(forecast):
+            forecast = self.best_at(setting, counts[middle])
+            if self._fits_by_estimate(forecast):
                 enough, best = middle, forecast
             else:
                 too_few, over = middle, forecast
@@ -143,114 +270,37 @@ class _Search:
             return enough - 1
         return max(at_size, too_few + 1)
 
-    def pass_over_unneeded(self, option: CheckpointingOption) -> None:
-        candidate = self.space.candidate(option, self.space.num_slices[0], zero_gradients_early=False)
+    def _pass_over_unneeded(self, setting: Setting) -> None:
+        candidate = self.space.candidate(setting, self.space.num_slices[0], zero_gradients_early=False)
         reason = "not forecast: a plan that recomputes less fits already"
         self.unneeded.append(PassedOver(candidate=candidate, predicted_peak_bytes=None, reason=reason))
 
 
+def _nothing_fits(request: PlanRequest, budget: Budget, space: SearchSpace, search: _Search) -> NoFeasiblePlanError:
+    forecasts = list(search.known.values())
+    best = search._exact(min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes))
+    message = no_fit_message(
+        budget=budget,
+        best=best,
+        measured_peak_bytes=None,
+        passed_over=tuple(
+            PassedOver(
+                candidate=other.candidate,
+                predicted_peak_bytes=other.predicted_peak_bytes,
+                reason=reason_passed_over(other, best, budget),
+            )
+            for other in _without(forecasts, best)
+        ),
+        request=request,
+        slicing_reason=space.slicing_reason,
+        states_reason=space.states_reason,
+    )
+    return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
+
+
+def _without(forecasts: Iterable[Forecast], best: Forecast) -> list[Forecast]:
+    return [forecast for forecast in forecasts if forecast.candidate != best.candidate]
+
+
 def _nearest_first(budget: Budget) -> Callable[[PassedOver], int]:
     return lambda passed: abs((passed.predicted_peak_bytes or 0) - budget.budget_bytes)
-
-
-def _too_large(forecast: Forecast, budget: Budget) -> PassedOver:
-    over = forecast.predicted_peak_bytes - budget.budget_bytes
-    return PassedOver(
-        candidate=forecast.candidate,
-        predicted_peak_bytes=forecast.predicted_peak_bytes,
-        reason=f"does not fit: {format_bytes(over)} over the budget",
-    )
-
-
-def _fits_but(forecast: Forecast, chosen: Forecast) -> PassedOver:
-    mine, taken = forecast.candidate, chosen.candidate
-    if mine.activation_checkpointing != taken.activation_checkpointing:
-        reason = "fits, but recomputes more"
-    elif mine.split.num_slices > taken.split.num_slices:
-        reason = f"fits, but divides the batch into {mine.split.num_slices} slices instead of {taken.split.num_slices}"
-    else:
-        reason = "fits, but departs further from what the run does today"
-    return PassedOver(candidate=mine, predicted_peak_bytes=forecast.predicted_peak_bytes, reason=reason)
-
-
-def _choices(request: PlanRequest, space: SearchSpace, chosen: Forecast, search: _Search) -> tuple[Choice, ...]:
-    return (
-        _batch_choice(request, chosen),
-        _precision_choice(request, chosen),
-        _checkpointing_choice(request, space, chosen),
-        _slicing_choice(space, chosen, search),
-        _zeroing_choice(chosen),
-        Choice(
-            lever="optimizer_states",
-            value="as configured",
-            reason="as given" if request.optimizer_states == "as-configured" else "this release does not quantise them",
-        ),
-    )
-
-
-def _batch_choice(request: PlanRequest, chosen: Forecast) -> Choice:
-    split = chosen.candidate.split
-    asked = "as asked" if request.effective_batch_size is not None else "what the run does today"
-    return Choice(
-        lever="effective_batch_size",
-        value=str(split.effective_batch_size),
-        reason=(
-            f"{asked}: {split.ranks} rank x accumulate_grad_batches {split.accumulate_grad_batches} x loader batch "
-            f"{split.loader_batch_size}"
-        ),
-    )
-
-
-def _precision_choice(request: PlanRequest, chosen: Forecast) -> Choice:
-    reason = "as given" if request.precision is not None else "'auto' means 32-true in this release"
-    return Choice(lever="precision", value=chosen.candidate.precision, reason=reason)
-
-
-def _checkpointing_choice(request: PlanRequest, space: SearchSpace, chosen: Forecast) -> Choice:
-    candidate = chosen.candidate
-    if candidate.activation_checkpointing == "none":
-        reason = "fits without recomputing anything"
-        if request.activation_checkpointing == "none":
-            reason = "as given"
-        elif len(space.checkpointing) == 1:
-            reason = "no repeated blocks found"
-        return Choice(lever="activation_checkpointing", value="none", reason=reason)
-    reason = "as given" if request.activation_checkpointing != "auto" else "does not fit without, at any slice size"
-    if chosen.flops and chosen.recomputed_flops is not None:
-        share = chosen.recomputed_flops / max(1, chosen.flops - chosen.recomputed_flops)
-        reason += f"; costs {share:.0%} more FLOPs"
-    value = f"{len(candidate.checkpointed_modules)} modules ({_abbreviated(candidate.checkpointed_modules)})"
-    return Choice(lever="activation_checkpointing", value=value, reason=reason)
-
-
-def _abbreviated(names: tuple[str, ...]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"
-
-
-def _slicing_choice(space: SearchSpace, chosen: Forecast, search: _Search) -> Choice:
-    split = chosen.candidate.split
-    fewer = [
-        forecast
-        for candidate, forecast in search.known.items()
-        if candidate.checkpointed_modules == chosen.candidate.checkpointed_modules
-        and candidate.split.num_slices < split.num_slices
-    ]
-    value = f"{split.micro_batch_size}" + ("" if split.num_slices == 1 else f" ({split.num_slices} slices per batch)")
-    if space.slicing_reason:
-        reason = space.slicing_reason
-    elif split.num_slices == 1:
-        reason = "the whole batch fits"
-    else:
-        nearest = min(fewer, key=lambda forecast: forecast.predicted_peak_bytes)
-        reason = (
-            f"the fewest slices that fit: {nearest.candidate.split.num_slices} would need "
-            f"{format_bytes(nearest.predicted_peak_bytes)}; costs {split.num_slices} smaller passes per batch"
-        )
-    return Choice(lever="micro_batch_size", value=value, reason=reason)
-
-
-def _zeroing_choice(chosen: Forecast) -> Choice:
-    if chosen.candidate.zero_gradients_early:
-        reason = "the old gradients would not fit beside the next forward; costs nothing"
-        return Choice(lever="zero_gradients_early", value="before the forward", reason=reason)
-    return Choice(lever="zero_gradients_early", value="after the forward", reason="Lightning's own order fits")

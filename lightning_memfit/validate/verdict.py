@@ -10,6 +10,8 @@ from lightning_memfit.units import format_bytes
 
 OUT_OF_MEMORY_SHARE = 0.05
 """How far above the prediction a peak is taken to be that ended in an out-of-memory error and has no number."""
+FAR_BELOW_SHARE = 0.02
+"""How far below the prediction a measured peak must be before the search is repeated with what was learnt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,12 @@ def judge(forecast: Forecast, measurement: Measurement | None, budget: Budget) -
     if over > 0:
         reason = f"measured {format_bytes(measured)}, {format_bytes(over)} over the budget"
     return Verdict(fits=over <= 0, correction_bytes=measured - predicted, reason=reason)
+
+
+def far_below(forecast: Forecast, measurement: Measurement) -> bool:
+    """Whether so much less was measured than predicted that a candidate predicted too large may fit after all."""
+    predicted = forecast.memory.peak_allocated_bytes
+    return measurement.measured_peak_allocated_bytes < (1 - FAR_BELOW_SHARE) * predicted
 
 
 def expected_correction(candidate: Candidate, known: Mapping[Candidate, int]) -> int:

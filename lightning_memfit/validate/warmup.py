@@ -13,8 +13,8 @@ import importlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -24,12 +24,13 @@ from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
-from lightning_memfit.plan import Measurement
+from lightning_memfit.plan import Measurement, OperatorCost, OptimizerStatesMeasurement
 from lightning_memfit.upstream import upstream_module
 
 _LOGGER_FACTS = ("name", "version", "save_dir", "log_dir", "root_dir")
 # A gradient scaler skips steps until its scale fits; states do not exist before a step that is not skipped.
 _SKIPPED_STEPS = 20
+_MOST_TIMED_STEPS = 5
 
 
 def run_warmup(
@@ -44,6 +45,9 @@ def run_warmup(
     resident_batches: int = 1,
     snapshot_in: Literal["auto", "memory", "disk"] = "auto",
     meter: Callable[[int], Meter] = AllocationMeter,
+    timed_seconds: float = 0.0,
+    verify_states: Callable[[Any], OptimizerStatesMeasurement] | None = None,
+    validation_loader: int = 0,
 ) -> Measurement:
     """Run real optimizer steps and one evaluation step, measure them, and put everything back.
 
@@ -66,17 +70,25 @@ def run_warmup(
         snapshot_in: ``"memory"``, ``"disk"``, or ``"auto"``: in memory where it fits into half of what is
             spare, since on a host both share one memory.
         meter: makes the meter from the bytes that are resident at its start.
+        timed_seconds: seconds to spend on further steps without the profiler, at least 1 and at most 5 steps.
+        verify_states: looks at an optimizer's states after the steps.
+        validation_loader: which of several validation loaders the batch is from.
 
     Returns:
-        What was measured. The seconds contain the profiler's overhead (about 5 %); the snapshot is in none of the
-        allocator's peaks, but in the resident set if it is in memory.
+        What was measured. The seconds are those of the fastest step without the profiler. The snapshot is in none of
+        the allocator's peaks, but in the resident set if it is in memory.
 
     Raises:
         UnsupportedError: if ``training_step`` takes an iterator, or this release of Lightning has other names.
     """
     assert trainer.accumulate_grad_batches == accumulate_grad_batches, "the warm-up runs at the trainer's settings"
     _check_supported(trainer, module)
-    run = _WarmUp(trainer=trainer, module=module, call=upstream_module(trainer, "trainer.call"))
+    run = _WarmUp(
+        trainer=trainer,
+        module=module,
+        validation_loader=validation_loader,
+        call=upstream_module(trainer, "trainer.call"),
+    )
     roots = [*_roots(trainer), batch, validation_batch]
     where = _place(snapshot_in, spare_bytes, [module, *trainer.optimizers, batch, validation_batch])
     with (
@@ -94,11 +106,63 @@ def run_warmup(
         resident = storage_bytes(reachable_tensors([module, *trainer.optimizers, batch]))
         resident += (resident_batches - 1) * storage_bytes(reachable_tensors([batch]))
         training_meter = meter(resident)
-        seconds = run.train(batch, num_profiled_steps, training_meter)
+        with _reusable(batch) as untouched:
+            with training_meter:
+                run.train(batch, untouched, num_profiled_steps)
+            states = None if verify_states is None else verify_states(trainer.optimizers[0])
+            seconds = run.time(batch, untouched, timed_seconds)
         evaluation_meter = None
         if validation_batch is not None:
             evaluation_meter = run.evaluate(validation_batch, meter)
-    return _measurement(training_meter, evaluation_meter, seconds, num_profiled_steps if any(run.gave_loss) else 0)
+    measurement = _measurement(
+        training_meter, evaluation_meter, seconds, num_profiled_steps if any(run.gave_loss) else 0
+    )
+    return replace(measurement, optimizer_states=states)
+
+
+def time_steps(
+    *,
+    trainer: Any,
+    module: Any,
+    batch: Any,
+    seconds: float,
+    spare_bytes: int,
+    accumulate_grad_batches: int,
+) -> float:
+    """Seconds of the fastest of a few optimizer steps, after one that is not counted; everything is put back.
+
+    Args:
+        trainer: as in :func:`run_warmup`.
+        module: likewise.
+        batch: likewise.
+        seconds: how long to go on, at least 1 and at most 5 steps.
+        spare_bytes: as in :func:`run_warmup`.
+        accumulate_grad_batches: likewise.
+    """
+    return run_warmup(
+        trainer=trainer,
+        module=module,
+        batch=batch,
+        accumulate_grad_batches=accumulate_grad_batches,
+        num_profiled_steps=1,
+        spare_bytes=spare_bytes,
+        meter=_Unmetered,
+        timed_seconds=seconds,
+    ).measured_step_seconds
+
+
+class _Unmetered(AbstractContextManager["_Unmetered"]):
+    """Measures nothing, so that nothing slows the steps down."""
+
+    peak_allocated_bytes = 0
+    peak_rss_bytes: int | None = None
+    costliest_ops: tuple[OperatorCost, ...] = ()
+
+    def __init__(self, resident_bytes: int) -> None:
+        """Take the bytes that are resident, as every meter does."""
+
+    def __exit__(self, *_: object) -> None:
+        return None
 
 
 @contextmanager
@@ -119,29 +183,32 @@ def silenced(trainer: Any) -> Iterator[None]:
 class _WarmUp:
     trainer: Any
     module: Any
+    validation_loader: int
     call: Any
     """Lightning's module of functions that call hooks."""
     gave_loss: list[bool] = field(default_factory=list)
     """Whether each training step did, in order."""
 
-    def train(self, batch: Any, num_steps: int, meter: Meter) -> float:
-        """Run optimizer steps under the meter; seconds of the last one."""
+    def train(self, batch: Any, untouched: Snapshot, num_steps: int) -> None:
+        """Run optimizer steps."""
         self.trainer.training = True
-        seconds = 0.0
-        with _reusable(batch) as untouched, meter:
-            self._hook("on_train_start")
-            self._hook("on_train_epoch_start")
-            steps_left = num_steps
-            for _ in range(num_steps + _SKIPPED_STEPS):
-                scales = [scaler.get_scale() for scaler in _scalers(self.trainer)]
-                seconds = self._optimizer_step(batch, untouched)
-                skipped = any(
-                    scaler.get_scale() < old for scaler, old in zip(_scalers(self.trainer), scales, strict=True)
-                )
-                steps_left -= not skipped
-                if not steps_left:
-                    break
-        return seconds
+        self._hook("on_train_start")
+        self._hook("on_train_epoch_start")
+        steps_left = num_steps
+        for _ in range(num_steps + _SKIPPED_STEPS):
+            scales = [scaler.get_scale() for scaler in _scalers(self.trainer)]
+            self._optimizer_step(batch, untouched)
+            skipped = any(scaler.get_scale() < old for scaler, old in zip(_scalers(self.trainer), scales, strict=True))
+            steps_left -= not skipped
+            if not steps_left:
+                break
+
+    def time(self, batch: Any, untouched: Snapshot, seconds: float) -> float:
+        """Seconds of the fastest of further steps, as many as fit into ``seconds``."""
+        steps: list[float] = []
+        while not steps or (len(steps) < _MOST_TIMED_STEPS and sum(steps) + min(steps) <= seconds):
+            steps.append(self._optimizer_step(batch, untouched))
+        return min(steps)
 
     def _optimizer_step(self, batch: Any, untouched: Snapshot) -> float:
         """One window of Lightning batches, as ``_TrainingEpochLoop.advance`` runs them."""
@@ -189,7 +256,7 @@ class _WarmUp:
         self._hook("on_validation_start")
         self._hook("on_validation_epoch_start")
         batch = self._to_device(batch)
-        index = 0 if _needs_dataloader_idx(self.module.validation_step) else None
+        index = self.validation_loader if _needs_dataloader_idx(self.module.validation_step) else None
         kwargs = val_loop._build_kwargs(batch, 0, index)
         trainer._logger_connector.on_batch_start(batch, index)
         self._hook("on_validation_batch_start", *kwargs.values())

@@ -19,6 +19,13 @@ from lightning_memfit import ConfigurationError, MemFit
 pytestmark = pytest.mark.usefixtures("no_probing")
 MakeTrainer = Callable[..., Any]
 
+# The levers that this file is not about.
+AS_IT_IS: Any = {
+    "precision": "32-true",
+    "optimizer_states": "as-configured",
+    "optimizer_implementation": "as-configured",
+}
+
 
 class Classifier(lightning.LightningModule):
     def __init__(self, **loss: Any) -> None:
@@ -48,7 +55,7 @@ def rare_class() -> DataLoader[Any]:
 def test_a_loss_that_is_no_mean_over_samples_is_found_beyond_the_first_four(
     loss: Any, make_trainer: MakeTrainer
 ) -> None:
-    plugin = MemFit(micro_batch_size=32, verbose=False)
+    plugin = MemFit(micro_batch_size=32, verbose=False, **AS_IT_IS)
     # The size is given, so that there is no way round.
     with pytest.raises(ConfigurationError, match="loss is no mean over samples"):
         make_trainer(plugin).fit(Classifier(**loss), rare_class())
@@ -69,7 +76,7 @@ def test_a_batch_that_can_neither_be_traced_nor_divided_trains_undivided(make_tr
     def collate(items: Any) -> Any:
         return pack_sequence([x for x, _ in items], enforce_sorted=False), torch.tensor([y for _, y in items])
 
-    plugin = MemFit(verbose=False)
+    plugin = MemFit(verbose=False, **AS_IT_IS)
     trainer = make_trainer(plugin)
     trainer.fit(Packed(), DataLoader(data, batch_size=16, collate_fn=collate))  # type: ignore[arg-type]
     assert trainer.global_step == 2
@@ -85,7 +92,7 @@ def test_loaders_of_unequal_batches_train_undivided(make_trainer: MakeTrainer) -
     def loader(batch_size: int) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.randn(64, 16), torch.arange(64) % 4), batch_size=batch_size)
 
-    plugin = MemFit(verbose=False)
+    plugin = MemFit(verbose=False, **AS_IT_IS)
     trainer = make_trainer(plugin)
     trainer.fit(Two(), CombinedLoader({"a": loader(32), "b": loader(16)}, "max_size_cycle"))
     assert trainer.global_step == 4
@@ -99,7 +106,7 @@ def test_a_first_batch_without_a_loss_proves_nothing_and_that_is_said(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx == 0 else super().training_step(batch, batch_idx)
 
-    plugin = MemFit()
+    plugin = MemFit(**AS_IT_IS)
     with pytest.warns(UserWarning, match="returned `None`"):
         make_trainer(plugin).fit(Late(), rare_class())
     assert plugin.measured is not None and plugin.measured.profiled_steps == 0

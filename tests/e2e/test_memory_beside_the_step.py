@@ -13,10 +13,17 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit import MemFit
-from lightning_memfit.fit_session import _spare_bytes
+from lightning_memfit.proving import _spare_bytes
 from lightning_memfit.validate.warmup import _place
 
 pytestmark = pytest.mark.usefixtures("no_probing")
+
+# The levers that this file is not about.
+AS_IT_IS: Any = {
+    "precision": "32-true",
+    "optimizer_states": "as-configured",
+    "optimizer_implementation": "as-configured",
+}
 
 
 class Stream(IterableDataset[Any]):
@@ -41,7 +48,7 @@ class Linear(lightning.LightningModule):
 def test_a_batch_that_is_fetched_ahead_is_in_the_forecast(
     data: Any, inputs: int, make_trainer: Callable[..., Any]
 ) -> None:
-    plugin = MemFit(verbose=False)
+    plugin = MemFit(verbose=False, **AS_IT_IS)
     make_trainer(plugin, max_steps=1).fit(Linear(), DataLoader(data, batch_size=8))
     assert plugin.plan is not None
     assert plugin.plan.forecast.memory.by_category["inputs"] == inputs
@@ -54,8 +61,6 @@ def test_the_snapshot_is_in_memory_only_where_twice_its_size_is_spare() -> None:
 
 
 def test_what_is_spare_is_what_the_process_could_hold_less_the_peak() -> None:
-    plan: Any = SimpleNamespace(
-        budget=SimpleNamespace(capacity_bytes=1000, non_torch_bytes=300),
-        forecast=SimpleNamespace(predicted_peak_bytes=450),
-    )
-    assert _spare_bytes(plan) == 250  # 1000 - 300 - 450
+    budget: Any = SimpleNamespace(capacity_bytes=1000, non_torch_bytes=300)
+    forecast: Any = SimpleNamespace(predicted_peak_bytes=450)
+    assert _spare_bytes(budget, forecast) == 250  # 1000 - 300 - 450

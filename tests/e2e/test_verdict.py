@@ -18,9 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memfit import MemFit, fit_session
+from lightning_memfit import MemFit, planning, proving
 from lightning_memfit.errors import NoFeasiblePlanError
-from lightning_memfit.forecasting import Forecaster
+from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.plan import Candidate, Forecast
 
 pytestmark = pytest.mark.usefixtures("no_probing")
@@ -28,6 +28,13 @@ pytestmark = pytest.mark.usefixtures("no_probing")
 MakeTrainer = Callable[..., Any]
 STEPS: list[int] = []
 """Samples of each real training step, outside of the module, so that nothing restores it."""
+
+# The levers that this file is not about.
+AS_IT_IS: Any = {
+    "precision": "32-true",
+    "optimizer_states": "as-configured",
+    "optimizer_implementation": "as-configured",
+}
 
 
 class Model(lightning.LightningModule):
@@ -63,7 +70,7 @@ def loader(size: int = 64, count: int = 128) -> DataLoader[Any]:
 
 
 def quiet(**settings: Any) -> MemFit:
-    return MemFit(verbose=False, activation_checkpointing="none", **settings)
+    return MemFit(verbose=False, activation_checkpointing="none", **{**AS_IT_IS, **settings})
 
 
 def predicted(make_trainer: MakeTrainer, module: Any, **settings: Any) -> int:
@@ -121,15 +128,19 @@ def test_a_replanned_run_trains_as_an_undivided_one(make_trainer: MakeTrainer) -
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def wrong_by(extra: int) -> Callable[[Forecaster, Candidate], Forecast]:
-    real = Forecaster.__call__
+def make_wrong(monkeypatch: pytest.MonkeyPatch, extra: int) -> None:
+    """Let every forecast and estimate be off by so many bytes."""
 
-    def call(self: Forecaster, candidate: Candidate) -> Forecast:
-        forecast = real(self, candidate)
-        peak = max(forecast.memory.peak_allocated_bytes + extra, 1)
-        return replace(forecast, memory=replace(forecast.memory, peak_allocated_bytes=peak))
+    def wrong(real: Callable[[Forecaster, Candidate], Forecast]) -> Callable[[Forecaster, Candidate], Forecast]:
+        def call(self: Forecaster, candidate: Candidate) -> Forecast:
+            forecast = real(self, candidate)
+            peak = max(forecast.memory.peak_allocated_bytes + extra, 1)
+            return replace(forecast, memory=replace(forecast.memory, peak_allocated_bytes=peak))
 
-    return call
+        return call
+
+    for name in ("__call__", "estimate"):
+        monkeypatch.setattr(Forecaster, name, wrong(getattr(Forecaster, name)))
 
 
 def test_the_search_for_a_plan_that_stands_is_bounded(
@@ -137,21 +148,21 @@ def test_the_search_for_a_plan_that_stands_is_bounded(
 ) -> None:
     """A forecaster that learns nothing from measurements is asked a bounded number of times."""
     warm_ups: list[int] = []
-    real = fit_session.run_warmup
+    real = proving.run_warmup
 
     def counted(**settings: Any) -> Any:
         warm_ups.append(1)
         measurement = real(**settings)
         return replace(measurement, measured_peak_allocated_bytes=10 * 2**20 + len(warm_ups))
 
-    monkeypatch.setattr(fit_session, "run_warmup", counted)
-    monkeypatch.setattr(fit_session, "expected_correction", lambda candidate, known: 0)
+    monkeypatch.setattr(proving, "run_warmup", counted)
+    monkeypatch.setattr(planning, "expected_correction", lambda candidate, known: 0)
     module = Model()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     trainer = make_trainer(quiet(budget="10MiB"))
     with pytest.raises(NoFeasiblePlanError) as caught:
         trainer.fit(module, loader())
-    assert len(warm_ups) == fit_session.MAX_ATTEMPTS
+    assert len(warm_ups) == proving.MAX_ATTEMPTS
     assert str(caught.value).startswith(
         "No plan fits the budget of 10.00 MiB: the smallest one found needs 10.00 MiB (measured, allocated), 1 B too "
         "much."
@@ -166,7 +177,7 @@ def test_nothing_that_stands_is_an_error_with_the_measured_peak(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smallest = predicted(make_trainer, Model(), micro_batch_size=1)
-    monkeypatch.setattr(Forecaster, "__call__", wrong_by(-50_000))
+    make_wrong(monkeypatch, -50_000)
     budget = smallest - 40_000  # the prediction says yes, down to one sample; every measurement says no
     with pytest.raises(NoFeasiblePlanError) as caught:
         make_trainer(quiet(budget=budget)).fit(Model(), loader())
@@ -245,7 +256,7 @@ def test_an_evaluation_step_above_the_budget_is_said_before_the_first_epoch(make
     assert message.startswith("Training fits the budget of ")
     assert "but one evaluation step needs " in message and "(measured, allocated)" in message
     assert "make the validation loader's batch smaller, or set budget=" in message
-    assert trainer.global_step == 0 and STEPS == [64, 64], "only the profiled steps ran"
+    assert trainer.global_step == 0 and STEPS == [64, 64, 64], "only the profiled steps and the timed one ran"
 
 
 @pytest.mark.parametrize("kind", ["mask", "numpy"])

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import BatchSplit, PlanRequest
-from lightning_memfit.search.levers import CheckpointingOption, search_space
+from lightning_memfit.search.levers import CheckpointingOption, SearchSpace, search_space
 
 BLOCKS = ("blocks.0", "blocks.1")
 NONE = CheckpointingOption(kind="none")
+FIRST_BLOCK = CheckpointingOption(kind="blocks", modules=BLOCKS[:1])
 EVERY_BLOCK = CheckpointingOption(kind="blocks", modules=BLOCKS)
 
 
@@ -40,7 +41,7 @@ def test_the_numbers_of_slices_cover_every_reachable_micro_batch_once(samples: i
 @pytest.mark.parametrize(
     ("asked", "options"),
     [
-        ("auto", (NONE, EVERY_BLOCK)),
+        ("auto", (NONE, FIRST_BLOCK, EVERY_BLOCK)),
         ("none", (NONE,)),
         ("blocks", (EVERY_BLOCK,)),
         (("head",), (CheckpointingOption(kind="patterns", modules=("head",)),)),
@@ -61,7 +62,8 @@ def test_a_pinned_micro_batch_is_the_only_one() -> None:
     space = search_space(PlanRequest(micro_batch_size=6), whole(16), blocks=())
     assert space.num_slices == (3,)
     assert space.slicing_reason == "micro_batch_size is given"
-    assert space.candidate(NONE, 3, zero_gradients_early=False).split.slice_sizes == (6, 5, 5)
+    (setting,) = space.settings(0)
+    assert space.candidate(setting, 3, zero_gradients_early=False).split.slice_sizes == (6, 5, 5)
 
 
 def test_a_micro_batch_above_the_loaders_batch_is_an_error_with_both_numbers() -> None:
@@ -80,9 +82,59 @@ def test_a_batch_that_may_not_be_sliced_is_left_whole() -> None:
 
 def test_a_candidate_keeps_the_effective_batch() -> None:
     space = search_space(PlanRequest(precision="bf16-mixed"), whole(10, accumulate=4), blocks=BLOCKS)
-    candidate = space.candidate(EVERY_BLOCK, 3, zero_gradients_early=True)
+    setting = next(setting for setting in space.settings(0) if setting.checkpointing == EVERY_BLOCK)
+    candidate = space.candidate(setting, 3, zero_gradients_early=True)
     assert candidate.split.effective_batch_size == 40
     assert candidate.split.slice_sizes == (4, 3, 3)
     assert candidate.split.accumulate_grad_batches == 4
     assert candidate.checkpointed_modules == BLOCKS
     assert (candidate.precision, candidate.zero_gradients_early) == ("bf16-mixed", True)
+
+
+def test_quarters_of_many_blocks_are_recomputed_from_the_first_on() -> None:
+    names = tuple(f"layers.{index}" for index in range(10))
+    options = search_space(PlanRequest(), whole(4), blocks=names).checkpointing
+    assert [len(option.modules) for option in options] == [0, 2, 5, 7, 10]
+    assert all(option.modules == names[: len(option.modules)] for option in options)
+
+
+def space_of(request: PlanRequest, states_reason: str | None = None) -> SearchSpace:
+    return search_space(
+        request,
+        whole(4),
+        blocks=(),
+        precisions=("32-true", "bf16-mixed"),
+        implementations=("foreach", "fused"),
+        states_reason=states_reason,
+    )
+
+
+def test_tier_0_has_every_precision_with_every_implementation_and_tier_1_quantised_states_with_their_own() -> None:
+    space = space_of(PlanRequest())
+    of_tier_0 = [(setting.precision, setting.optimizer_implementation) for setting in space.settings(0)]
+    steps = ("as-configured", "foreach", "fused")
+    assert of_tier_0 == [(precision, step) for precision in ("32-true", "bf16-mixed") for step in steps]
+    of_tier_1 = [(setting.precision, setting.optimizer_implementation) for setting in space.settings(1)]
+    assert of_tier_1 == [("32-true", "as-configured"), ("bf16-mixed", "as-configured")]
+    assert {setting.optimizer_states for setting in space.settings(1)} == {"8bit"}
+    assert list(space.settings(2)) == []
+
+
+def test_bf16_true_is_of_tier_2_and_only_there_when_asked_for() -> None:
+    space = space_of(PlanRequest(precision="bf16-true", optimizer_states="as-configured"))
+    assert list(space.settings(0)) == list(space.settings(1)) == []
+    assert {setting.precision for setting in space.settings(2)} == {"bf16-true"}
+
+
+def test_departures_count_the_levers_that_are_not_at_their_least() -> None:
+    space = space_of(PlanRequest())
+    least, *_, furthest = space.settings(0)
+    assert space.departures(space.candidate(least, 1, zero_gradients_early=False)) == 0
+    # precision, implementation, slices, early zeroing
+    assert space.departures(space.candidate(furthest, 2, zero_gradients_early=True)) == 4
+
+
+def test_quantised_states_with_a_pinned_implementation_are_an_error() -> None:
+    request = PlanRequest(optimizer_states="8bit", optimizer_implementation="fused")
+    with pytest.raises(ConfigurationError, match="'fused' cannot be had with optimizer_states='8bit'"):
+        space_of(request)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memfit.errors import NoFeasiblePlanError
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import (
     BatchSplit,
@@ -21,19 +22,22 @@ from lightning_memfit.plan import (
     Plan,
     PlanRequest,
 )
-from lightning_memfit.search.levers import search_space
-from lightning_memfit.search.planner import search_plan
+from lightning_memfit.search.levers import SearchSpace, search_space
+from lightning_memfit.search.planner import Found, search_plan
 
 DEVICE = DeviceSpec(name="a host", kind="cpu", capacity_bytes=2**40, available_bytes=2**40, process_bytes=0, cores=1)
 BLOCKS = ("blocks.0", "blocks.1")
 PeakOf = Callable[[Candidate], int]
+SecondsOf = Callable[[Candidate], float]
 
 
 class Evaluator:
-    """Answers with made-up peaks, and remembers what it was asked."""
+    """Answers with made-up peaks and seconds, and remembers what it was asked."""
 
-    def __init__(self, peak_of: PeakOf) -> None:
+    def __init__(self, peak_of: PeakOf, seconds_of: SecondsOf | None = None, *, confirmed: bool = True) -> None:
         self.peak_of = peak_of
+        self.seconds_of = seconds_of
+        self.confirmed = confirmed
         self.asked: list[Candidate] = []
 
     def __call__(self, candidate: Candidate) -> Forecast:
@@ -47,6 +51,8 @@ class Evaluator:
             ),
             flops=1000 + recomputed,
             recomputed_flops=recomputed,
+            predicted_step_seconds=None if self.seconds_of is None else self.seconds_of(candidate),
+            confirmed=self.confirmed,
         )
 
 
@@ -69,7 +75,7 @@ def plan_for(
     evaluate = Evaluator(peak_of)
     formed = Budget(budget_bytes=budget, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
     space = search_space(request, whole, blocks=BLOCKS, matched=("head",), slicing_reason=reason)
-    return search_plan(request, DEVICE, formed, space, evaluate), evaluate
+    return search_plan(request, DEVICE, formed, space, evaluate).plan, evaluate
 
 
 def choice(plan: Plan, lever: str) -> Choice:
@@ -82,9 +88,11 @@ def test_what_fits_as_it_is_is_left_as_it_is_after_one_forecast() -> None:
     assert plan.split.slice_sizes == (16,)
     assert plan.candidate.activation_checkpointing == "none" and not plan.candidate.zero_gradients_early
     assert len(evaluate.asked) == 1
-    (unneeded,) = plan.passed_over
-    assert unneeded.predicted_peak_bytes is None
-    assert unneeded.reason == "not forecast: a plan that recomputes less fits already"
+    assert [len(unneeded.candidate.checkpointed_modules) for unneeded in plan.passed_over] == [1, 2]
+    assert {unneeded.predicted_peak_bytes for unneeded in plan.passed_over} == {None}
+    assert {unneeded.reason for unneeded in plan.passed_over} == {
+        "not forecast: a plan that recomputes less fits already"
+    }
 
 
 def test_slicing_is_taken_before_recomputing_and_no_finer_than_needed() -> None:
@@ -154,9 +162,191 @@ def test_a_correction_counts() -> None:
     whole = BatchSplit(effective_batch_size=2, loader_batch_size=2, slice_sizes=(2,))
     budget = Budget(budget_bytes=1200, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
     space = search_space(PlanRequest(), whole, blocks=())
-    plan = search_plan(PlanRequest(), DEVICE, budget, space, corrected, notes=("a note",))
+    plan = search_plan(PlanRequest(), DEVICE, budget, space, corrected, notes=("a note",)).plan
     assert plan.split.num_slices == 2
     assert plan.notes == ("a note",)
+
+
+# Speed, tiers and confirmation.
+
+
+def space_of(request: PlanRequest, *, samples: int = 4, states_reason: str | None = None) -> SearchSpace:
+    whole = BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,))
+    return search_space(
+        request,
+        whole,
+        blocks=("b.0", "b.1", "b.2", "b.3"),
+        precisions=("32-true", "bf16-mixed"),
+        implementations=("foreach", "fused"),
+        states_reason=states_reason,
+    )
+
+
+def found_for(
+    budget: int,
+    peak_of: PeakOf,
+    seconds_of: SecondsOf | None,
+    *,
+    request: PlanRequest | None = None,
+    states_reason: str | None = None,
+    **settings: Any,
+) -> Found:
+    request = request or PlanRequest()
+    formed = Budget(budget_bytes=budget, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
+    space = space_of(request, states_reason=states_reason)
+    return search_plan(request, DEVICE, formed, space, Evaluator(peak_of, seconds_of), **settings)
+
+
+def seconds(
+    *, bf16: float = 2.0, fused: float = 1.0, foreach: float = 1.0, block: float = 0.1, slicing: float = 0.05
+) -> SecondsOf:
+    """1 s for the forward and backward of the run as it is, and 1 s for its optimizer step."""
+
+    def of(candidate: Candidate) -> float:
+        passes = (bf16 if candidate.precision == "bf16-mixed" else 1.0) * (
+            1 + block * len(candidate.checkpointed_modules)
+        )
+        step = {"as-configured": 1.0, "fused": fused, "foreach": foreach}[candidate.optimizer_implementation]
+        step = 4.0 if candidate.optimizer_states == "8bit" else step
+        return passes + slicing * (candidate.split.num_slices - 1) + step
+
+    return of
+
+
+def flat(candidate: Candidate) -> int:
+    return 100
+
+
+def test_the_fastest_that_fits_is_taken_with_the_reason() -> None:
+    plan = found_for(200, flat, seconds(bf16=0.5, fused=0.2)).plan
+    assert (plan.candidate.precision, plan.candidate.optimizer_implementation) == ("bf16-mixed", "fused")
+    assert plan.forecast.predicted_step_seconds == pytest.approx(0.7)
+    assert choice(plan, "precision").reason == "faster: 700 ms per step predicted, 32-true 1.2 s"
+    assert choice(plan, "optimizer_implementation").reason == ("faster: 700 ms per step predicted, as-configured 1.5 s")
+
+
+def test_a_slower_precision_is_not_taken_unless_only_it_fits() -> None:
+    def peak(candidate: Candidate) -> int:
+        return 60 if candidate.precision == "bf16-mixed" else 100
+
+    assert found_for(100, peak, seconds(bf16=1.5)).plan.candidate.precision == "32-true"
+    tight = found_for(99, peak, seconds(bf16=1.5)).plan
+    assert tight.candidate.precision == "bf16-mixed"
+    assert choice(tight, "precision").reason == (
+        "departs least from the run as it is, and the other is not clearly faster or does not fit: 2.5 s per step "
+        "predicted, 32-true 2 s"
+    )
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(0.015, "as-configured"), (0.05, "fused")])
+def test_a_lever_is_departed_from_only_where_that_pays_two_percent(saved: float, taken: str) -> None:
+    plan = found_for(200, flat, seconds(fused=1 - 2 * saved)).plan
+    assert plan.candidate.optimizer_implementation == taken
+
+
+def test_a_precision_must_pay_five_percent() -> None:
+    assert found_for(200, flat, seconds(bf16=0.93)).plan.candidate.precision == "32-true"  # 3.5 % of the step
+    assert found_for(200, flat, seconds(bf16=0.85)).plan.candidate.precision == "bf16-mixed"  # 7.5 %
+
+
+def test_recomputing_some_blocks_is_preferred_to_more_slices_where_it_is_faster() -> None:
+    def peak(candidate: Candidate) -> int:
+        return 10 + 20 * candidate.split.micro_batch_size - 10 * len(candidate.checkpointed_modules)
+
+    # Undivided needs 90 without recomputing, 70 with half of the blocks; 2 slices need 50 without.
+    cheap_blocks = found_for(70, peak, seconds(block=0.01, slicing=0.5)).plan
+    assert cheap_blocks.candidate.checkpointed_modules == ("b.0", "b.1")
+    assert cheap_blocks.split.num_slices == 1
+    assert choice(cheap_blocks, "activation_checkpointing").value == "2 modules (b.0, b.1)"
+    cheap_slices = found_for(70, peak, seconds(block=0.5, slicing=0.01)).plan
+    assert cheap_slices.candidate.checkpointed_modules == ()
+    assert cheap_slices.split.num_slices == 2
+
+
+def states(candidate: Candidate) -> int:
+    return 40 if candidate.optimizer_states == "8bit" else 100
+
+
+def test_quantised_states_are_taken_only_where_no_plan_of_tier_0_fits() -> None:
+    assert found_for(100, states, seconds()).plan.candidate.harm_tier == 0
+    plan = found_for(99, states, seconds()).plan
+    assert plan.candidate.harm_tier == 1 and plan.candidate.optimizer_states == "8bit"
+    assert choice(plan, "optimizer_states").reason == (
+        "nothing fits with the states as configured; tier 1: states are rounded to 8 bits in blocks of 256, and the "
+        "loss curve may differ"
+    )
+
+
+def test_states_that_cannot_be_quantised_are_not_and_the_message_says_why() -> None:
+    with pytest.raises(NoFeasiblePlanError, match="100 B"):
+        found_for(99, states, seconds(), states_reason="SGD without momentum has no states")
+    plan = found_for(100, states, seconds(), states_reason="SGD without momentum has no states").plan
+    assert choice(plan, "optimizer_states").reason == "fits; could not be quantised: SGD without momentum has no states"
+    with pytest.raises(ConfigurationError, match="optimizer_states='8bit' cannot be had: SGD without momentum"):
+        request = PlanRequest(optimizer_states="8bit")
+        found_for(100, states, seconds(), request=request, states_reason="SGD without momentum has no states")
+
+
+def test_pinned_states_are_taken_whatever_fits() -> None:
+    plan = found_for(1000, states, seconds(), request=PlanRequest(optimizer_states="8bit")).plan
+    assert plan.candidate.optimizer_states == "8bit" and plan.candidate.optimizer_implementation == "as-configured"
+
+
+def test_those_nearly_as_fast_are_contenders_and_no_others() -> None:
+    # 2.0 s as configured, 1.9 s fused, 1.7 s foreach, 4 s and more in bf16: 25 % above 1.7 s is 2.125 s.
+    found = found_for(200, flat, seconds(bf16=3.0, fused=0.9, foreach=0.7), contenders=3)
+    names = [forecast.candidate.optimizer_implementation for forecast in found.contenders]
+    assert names == ["foreach", "fused", "as-configured"]
+    assert found.plan.candidate == found.contenders[0].candidate
+    few = found_for(200, flat, seconds(bf16=3.0, fused=0.9, foreach=0.3), contenders=3)
+    assert [f.candidate.optimizer_implementation for f in few.contenders] == ["foreach"]
+
+
+def test_an_estimate_is_confirmed_and_one_that_was_too_low_is_searched_again() -> None:
+    def peak(candidate: Candidate) -> int:
+        return 100 * candidate.split.micro_batch_size + 60
+
+    estimate = Evaluator(lambda candidate: peak(candidate) - 60, seconds(), confirmed=False)
+    found = found_for(400, peak, seconds(), estimate=estimate, request=PlanRequest(precision="32-true"))
+    # 4 samples are estimated at 400, and need 460; 2 need 260.
+    assert found.plan.split.micro_batch_size == 2
+    assert found.plan.forecast.confirmed and found.plan.forecast.predicted_peak_bytes == 260
+
+
+def test_time_that_is_up_ends_the_search_with_what_was_found_and_says_so() -> None:
+    found = found_for(200, flat, seconds(fused=0.1), out_of_time=lambda: True)
+    assert found.plan.candidate.optimizer_implementation == "as-configured"
+    assert any(note.startswith("planning time was up: ") for note in found.plan.notes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(30, 200), st.integers(0, 100), st.floats(0.3, 3), st.floats(0.1, 2), st.floats(0, 1))
+def test_more_budget_never_gives_a_slower_plan(
+    budget: int, more: int, bf16: float, fused: float, slicing: float
+) -> None:
+    def peak(candidate: Candidate) -> int:
+        size = (10 if candidate.precision == "bf16-mixed" else 20) * candidate.split.micro_batch_size
+        return (
+            50 + size - 5 * len(candidate.checkpointed_modules) + 30 * (candidate.optimizer_implementation == "foreach")
+        )
+
+    timing = seconds(bf16=bf16, fused=fused, slicing=slicing)
+    states_reason = "none to quantise"
+    try:
+        tight = found_for(budget, peak, timing, states_reason=states_reason).plan
+    except NoFeasiblePlanError:
+        return
+    ample = found_for(budget + more, peak, timing, states_reason=states_reason).plan
+    space = space_of(PlanRequest(), states_reason=states_reason)
+
+    def cost(plan: Plan) -> float:
+        # What each departure must pay counts as time: 2 %, a precision 5 %.
+        candidate = plan.candidate
+        must_pay = 0.02 * space.departures(candidate) + 0.03 * (candidate.precision != "32-true")
+        assert plan.forecast.predicted_step_seconds is not None
+        return plan.forecast.predicted_step_seconds * (1 + must_pay)
+
+    assert cost(ample) <= cost(tight) * (1 + 1e-9)
 
 
 # Properties.
@@ -185,8 +375,8 @@ def test_the_choice_is_the_one_that_trying_everything_would_find(
     whole = BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,))
     space = search_space(PlanRequest(), whole, blocks=BLOCKS)
     everything = [
-        space.candidate(option, count, zero_gradients_early=early)
-        for option in space.checkpointing
+        space.candidate(setting, count, zero_gradients_early=early)
+        for setting in space.settings(0)
         for count in space.num_slices
         for early in (False, True)
     ]
@@ -198,9 +388,14 @@ def test_the_choice_is_the_one_that_trying_everything_would_find(
         return
     plan, evaluate = plan_for(budget, peak_of, samples=samples)
     assert plan.candidate == fitting[0]
-    # Everything that was forecast is accounted for, once, with a reason.
+    # Every forecast of the chosen setting is accounted for, once, with a reason; of every other setting one.
     passed = [item.candidate for item in plan.passed_over if item.predicted_peak_bytes is not None]
-    assert sorted(map(repr, [*passed, plan.candidate])) == sorted(map(repr, evaluate.asked))
+    modules = plan.candidate.checkpointed_modules
+    mine = [candidate for candidate in evaluate.asked if candidate.checkpointed_modules == modules]
+    of_mine = [candidate for candidate in [*passed, plan.candidate] if candidate.checkpointed_modules == modules]
+    assert sorted(map(repr, of_mine)) == sorted(map(repr, mine))
+    others = [candidate.checkpointed_modules for candidate in passed if candidate.checkpointed_modules != modules]
+    assert len(others) == len(set(others)) == len({c.checkpointed_modules for c in evaluate.asked} - {modules})
     assert all(item.reason for item in plan.passed_over)
     for item in plan.passed_over:
         over = item.predicted_peak_bytes is not None and item.predicted_peak_bytes > budget
@@ -248,7 +443,8 @@ def test_the_number_of_forecasts_is_bounded(samples: int, shape: str) -> None:
         whole = BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,))
         space = search_space(request, whole, blocks=())
         count = next(c for c in space.num_slices if -(-samples // c) <= size)
-        budget = peak(space.candidate(space.checkpointing[0], count, zero_gradients_early=True))
+        (setting,) = space.settings(0)
+        budget = peak(space.candidate(setting, count, zero_gradients_early=True))
         _, evaluate = plan_for(budget, peak, samples=samples, request=request)
         most = max(most, len(evaluate.asked))
     assert most <= max(2 * math.log2(samples) + 4, math.log2(samples) + 10)

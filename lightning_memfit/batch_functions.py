@@ -1,0 +1,45 @@
+"""The user's functions for batches of a structure of their own, beside those that MemFit has for every other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
+from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
+
+_UNLIMITED = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFunctions:
+    """The user's functions for batches, which a plan cannot carry as data."""
+
+    split_batch: SplitBatch | None
+    """Divides batches of a structure of their own."""
+    loss_weight: LossWeight
+    """What a slice's mean loss counts."""
+
+    def divide(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """The slices of ``batch``, of these numbers of samples.
+
+        The user's function is only told the size of the first, so that further ones may have other sizes and numbers.
+        """
+        if self.split_batch is None:
+            return split_by_sizes(batch, sizes)
+        return [part for part, _ in self.split_batch(batch, sizes[0])]
+
+    def samples_of(self, batch: Any) -> int:
+        """Samples in ``batch``.
+
+        Raises:
+            BatchStructureError: if nothing tells.
+        """
+        if self.split_batch is None:
+            return batch_size_of(batch)
+        return sum(samples for _, samples in self.split_batch(batch, _UNLIMITED))
+
+    def weight_of(self, batch: Any) -> float:
+        """What the mean loss of ``batch`` counts."""
+        return weight_of(batch, self.samples_of(batch), self.loss_weight)

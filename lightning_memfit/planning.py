@@ -1,0 +1,175 @@
+"""The search for one fit's plan, with all that is learnt on the way: obstacles, corrections, time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from lightning_memfit.apply.stepping_batches import answering_num_batches
+from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
+from lightning_memfit.observe.random_state import random_state_kept
+from lightning_memfit.plan import Candidate, Forecast, Plan
+from lightning_memfit.plan_reuse import check_conflicts, conflicts, plan_from_checkpoint
+from lightning_memfit.preparation import Preparation
+from lightning_memfit.search.levers import SearchSpace
+from lightning_memfit.search.planner import MOST_CONTENDERS, Found, search_plan
+from lightning_memfit.validate.verdict import expected_correction
+
+Announce = Callable[[str], None]
+"""Is told, in a few words, what is being done now."""
+
+
+class Planning:
+    """Searches, also again after a warm-up that showed something else than predicted.
+
+    Attributes:
+        prepared: what was looked at.
+        space: what may be chosen.
+        contenders: the forecasts of the last search that are nearly as fast as its plan's, and that one first.
+        corrections: by how many bytes the raw forecasts of candidates were off that ran, in the order of running.
+    """
+
+    def __init__(self, prepared: Preparation, *, deadline: float | None, announce: Announce) -> None:
+        """Find out what may be chosen.
+
+        Args:
+            prepared: what was looked at.
+            deadline: ``time.monotonic()`` at which planning has used its time; ``None`` for no limit.
+            announce: is told of every candidate before its forecast.
+
+        Raises:
+            ConfigurationError: if a pinned lever cannot be had.
+        """
+        self.announce = announce
+        self.contenders: tuple[Forecast, ...] = ()
+        self.corrections: dict[Candidate, int] = {}
+        self._deadline = deadline
+        self._notes = prepared.notes
+        self._slices_compared = False
+        with _planned_lengths(prepared):
+            self.prepared = prepared.of_the_more_demanding_batch()
+            self._fingerprint = dict(self.prepared.fingerprint())
+        self.space = self._space_given(self.prepared.guard.visible_obstacle())
+
+    def search(self) -> Plan:
+        """The plan, random states kept.
+
+        Before slices are used, they are compared with the whole; where they differ, the search goes without them.
+
+        Raises:
+            NoFeasiblePlanError: if nothing fits.
+        """
+        with random_state_kept():
+            found = self._found()
+            if found.plan.split.num_slices > 1 and not self._slices_compared:
+                self._slices_compared = True
+                if self._must_not_slice(found.plan):
+                    found = self._found()
+        self.contenders = found.contenders
+        return self._labelled(found.plan)
+
+    def freed(self) -> Forecast:
+        """What would be chosen with today's corrections; neither plan nor contenders change."""
+        with random_state_kept():
+            return self._found().plan.forecast
+
+    def known_plan(self, given: Plan | None, resumed: Mapping[str, Any] | None) -> Plan | None:
+        """A plan that was given, or else one that a checkpoint carries; ``None`` if there is none for this run.
+
+        Args:
+            given: the user's plan.
+            resumed: the checkpoint that is resumed.
+
+        Raises:
+            ConfigurationError: if the given plan is for something else, by the name of what differs.
+        """
+        request, budget, fingerprint = self.prepared.request, self.prepared.budget, self._fingerprint
+        if given is not None:
+            check_fresh(given, fingerprint, source="The plan given as plan=")
+            check_conflicts(given, request, source="The plan given as plan=", budget=budget)
+            return self._taken_over(given, "the plan was given")
+        if resumed is None:
+            return None
+        plan, note = plan_from_checkpoint(resumed, source="the checkpoint")
+        if plan is not None:
+            reasons = (*stale_reasons(plan, fingerprint), *conflicts(plan, request, budget=budget))
+            if not reasons:
+                return self._taken_over(plan, "the plan came with the checkpoint")
+            note = f"the checkpoint's plan is not used again: {'; '.join(reasons)}"
+        self._notes += (note,) if note else ()
+        return None
+
+    def is_out_of_time(self) -> bool:
+        """Whether planning has used its time."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _taken_over(self, known: Plan, origin: str) -> Plan:
+        """A plan made before, for today's request, device and budget; it is proven like any other."""
+        plan = replace(
+            known,
+            request=self.prepared.request,
+            device=self.prepared.device,
+            budget=self.prepared.budget,
+            notes=(
+                *self._notes,
+                f"{origin}, so that nothing was searched",
+                *harmless_differences(known, self._fingerprint),
+            ),
+        )
+        self.contenders = (plan.forecast,)
+        return self._labelled(plan)
+
+    def _labelled(self, plan: Plan) -> Plan:
+        return replace(plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self._fingerprint))
+
+    def _must_not_slice(self, plan: Plan) -> bool:
+        if self.prepared.request.allow_inexact_slicing:
+            self._notes += ("allow_inexact_slicing=True: slices were not compared with the undivided batch",)
+            return True  # searched once more, for the note; the forecasts are known
+        self.announce("comparing slices with the undivided batch")
+        obstacle = self.prepared.guard.compare_slices(plan.split.micro_batch_size)
+        if obstacle is None:
+            return False
+        self.space = self._space_given(obstacle)
+        return True
+
+    def _found(self) -> Found:
+        with _planned_lengths(self.prepared):
+            return search_plan(
+                self.prepared.request,
+                self.prepared.device,
+                self.prepared.budget,
+                self.space,
+                self._forecast,
+                estimate=self._estimate,
+                contenders=MOST_CONTENDERS,
+                out_of_time=self.is_out_of_time,
+                notes=self._notes,
+            )
+
+    def _space_given(self, obstacle: str | None) -> SearchSpace:
+        with _planned_lengths(self.prepared):
+            return self.prepared.space(obstacle)
+
+    def _forecast(self, candidate: Candidate) -> Forecast:
+        self.announce(f"forecasting: {candidate.label}")
+        return self._corrected(self.prepared.forecast(candidate))
+
+    def _estimate(self, candidate: Candidate) -> Forecast:
+        self.announce(f"estimating: {candidate.label}")
+        return self._corrected(self.prepared.estimate(candidate))
+
+    def _corrected(self, forecast: Forecast) -> Forecast:
+        return replace(forecast, correction_bytes=expected_correction(forecast.candidate, self.corrections))
+
+
+def _planned_lengths(prepared: Preparation) -> AbstractContextManager[None]:
+    """Within it, ``configure_optimizers`` may read the Trainer's estimate of steps as it will be."""
+    return answering_num_batches(
+        prepared.trainer,
+        num_batches=prepared.num_batches,
+        accumulate_grad_batches=prepared.loader_plan.accumulate_grad_batches,
+    )

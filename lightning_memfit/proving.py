@@ -1,0 +1,224 @@
+"""The proof of a plan: real steps at its settings, other plans where it does not stand, faster ones where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from lightning_memfit.apply.batch_scan import ScannedBatch
+from lightning_memfit.apply.quantised_states import verify_quantised
+from lightning_memfit.apply.step_levers import StepLevers
+from lightning_memfit.contest import Standing, fastest
+from lightning_memfit.errors import NoFeasiblePlanError, is_out_of_memory
+from lightning_memfit.plan import Budget, Choice, Forecast, Measurement, PassedOver, Plan
+from lightning_memfit.planning import Planning
+from lightning_memfit.report.no_fit import no_fit_message
+from lightning_memfit.search.reasons import choices_of
+from lightning_memfit.units import MIB, format_bytes, format_seconds
+from lightning_memfit.validate.verdict import far_below, judge
+from lightning_memfit.validate.warmup import run_warmup, time_steps
+
+MAX_ATTEMPTS = 4
+"""Warm-ups of one fit: the first plan's, and those of plans made after a measurement above the budget."""
+TIMED_SECONDS = 0.5
+"""Seconds of unprofiled steps with which each of the nearly fastest plans is timed; at least one step."""
+
+_NOTHING_PROVEN = (
+    "NOT PROVEN: training_step gave no loss for the first batch, so that the warm-up measured steps that do nothing"
+)
+
+Failed = tuple[Forecast, Measurement | None]
+"""A plan's corrected forecast, and what its warm-up measured; ``None`` if it ran out of memory."""
+Report = Callable[[Plan, Measurement | None], None]
+
+
+class Proving:
+    """Runs plans on the live Trainer until one stands."""
+
+    def __init__(self, planning: Planning, levers: StepLevers, validation: ScannedBatch | None) -> None:
+        """Run nothing yet.
+
+        Args:
+            planning: searches again where a plan does not stand.
+            levers: puts candidates on the Trainer.
+            validation: the largest validation batch; ``None`` if the run does not validate.
+        """
+        self._planning = planning
+        self._prepared = planning.prepared
+        self._levers = levers
+        self._validation = validation
+        self._tried: list[PassedOver] = []
+
+    def prove(self, plan: Plan, report: Report) -> tuple[Plan, Measurement]:
+        """Run the warm-up; over the budget, correct the prediction, plan again and repeat, a bounded number of times.
+
+        Of plans that are predicted to be nearly as fast as each other, each is run and timed, and the fastest is taken.
+
+        Args:
+            plan: the plan whose levers are on.
+            report: told of every further plan, and of the measurement that made it necessary.
+
+        Returns:
+            The plan that stands, its levers on, with what was measured.
+
+        Raises:
+            NoFeasiblePlanError: with the smallest measured peak, if no plan stands.
+        """
+        budget = self._prepared.budget
+        failed: list[Failed] = []
+        for attempt in range(MAX_ATTEMPTS):
+            measurement = self._warm_up(plan.forecast)
+            verdict = judge(plan.forecast, measurement, budget)
+            corrected = replace(plan.forecast, correction_bytes=verdict.correction_bytes)
+            self._planning.corrections[plan.candidate] = verdict.correction_bytes
+            if measurement is not None and verdict.fits:
+                _check_evaluation(measurement, budget)
+                return self._settled(replace(plan, forecast=corrected), measurement)
+            failed.append((corrected, measurement))
+            self._tried.append(
+                PassedOver(
+                    candidate=plan.candidate,
+                    predicted_peak_bytes=corrected.predicted_peak_bytes,
+                    reason=f"warm-up: {verdict.reason}",
+                )
+            )
+            self._levers.take_off()
+            if attempt + 1 < MAX_ATTEMPTS:
+                plan = self._plan_again(failed)
+                self._levers.put_on(plan.candidate)
+                report(plan, measurement)
+        raise self._nothing_stands(failed)
+
+    def _plan_again(self, failed: Sequence[Failed]) -> Plan:
+        try:
+            plan = self._planning.search()
+        except NoFeasiblePlanError as error:
+            raise self._nothing_stands(failed) from error
+        return replace(plan, passed_over=(*self._tried, *plan.passed_over))
+
+    def _settled(self, plan: Plan, measurement: Measurement) -> tuple[Plan, Measurement]:
+        """A plan stands: try what may be faster, and keep the fastest."""
+        if not measurement.profiled_steps:
+            return replace(plan, notes=(*plan.notes, _NOTHING_PROVEN)), measurement
+        first = Standing(forecast=plan.forecast, measurement=measurement)
+        rivals = [rival for rival in self._planning.contenders if rival.candidate != plan.candidate]
+        rivals += self._freed_by(first, rivals)
+        outcome = fastest(first, rivals, self._prove_rival, self._retime, self._planning.is_out_of_time)
+        winner = outcome.winner
+        if winner.forecast.candidate != plan.candidate:
+            plan = self._plan_of(winner, plan)
+        self._levers.put_on(plan.candidate)
+        plan = replace(plan, notes=(*plan.notes, *self._levers.notes))
+        if outcome.reason:
+            speed = Choice(lever="speed", value=f"{format_seconds(winner.seconds)} per step", reason=outcome.reason)
+            plan = replace(plan, choices=(*plan.choices, speed))
+        return plan, winner.measurement
+
+    def _freed_by(self, standing: Standing, rivals: Sequence[Forecast]) -> list[Forecast]:
+        """The next faster candidate, where the measured peak leaves it room that the prediction did not."""
+        if not far_below(standing.forecast, standing.measurement) or self._planning.is_out_of_time():
+            return []
+        self._levers.take_off()
+        found = self._planning.freed()
+        known = {standing.forecast.candidate, *(rival.candidate for rival in rivals)}
+        return [] if found.candidate in known else [found]
+
+    def _prove_rival(self, rival: Forecast) -> tuple[Measurement | None, bool]:
+        self._levers.put_on(rival.candidate)
+        measurement = self._warm_up(rival)
+        verdict = judge(rival, measurement, self._prepared.budget)
+        fits_evaluating = measurement is None or _evaluation_fits(measurement, self._prepared.budget)
+        return measurement, verdict.fits and fits_evaluating
+
+    def _plan_of(self, winner: Standing, planned: Plan) -> Plan:
+        """The plan of a rival that turned out to be faster."""
+        measured = winner.measurement.measured_peak_allocated_bytes
+        forecast = replace(winner.forecast, correction_bytes=measured - winner.forecast.memory.peak_allocated_bytes)
+        slower = PassedOver(
+            candidate=planned.candidate,
+            predicted_peak_bytes=planned.forecast.predicted_peak_bytes,
+            predicted_step_seconds=planned.forecast.predicted_step_seconds,
+            reason="fits and was predicted to be fastest, but was measured to be slower",
+        )
+        choices = choices_of(self._prepared.request, self._planning.space, forecast, (planned.forecast,))
+        passed = [other for other in planned.passed_over if other.candidate != forecast.candidate]
+        return replace(planned, forecast=forecast, choices=choices, passed_over=(slower, *passed))
+
+    def _warm_up(self, forecast: Forecast) -> Measurement | None:
+        candidate, request = forecast.candidate, self._prepared.request
+        self._planning.announce(f"proving with {request.num_profiled_steps} real steps: {candidate.label}")
+        verify = (
+            partial(verify_quantised, module=self._prepared.module) if candidate.optimizer_states == "8bit" else None
+        )
+        try:
+            return run_warmup(
+                trainer=self._prepared.trainer,
+                module=self._prepared.module,
+                batch=self._prepared.batch,
+                validation_batch=None if self._validation is None else self._validation.batch,
+                accumulate_grad_batches=candidate.split.accumulate_grad_batches,
+                num_profiled_steps=request.num_profiled_steps,
+                spare_bytes=_spare_bytes(self._prepared.budget, forecast),
+                resident_batches=self._prepared.resident_batches,
+                timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
+                verify_states=verify,
+                validation_loader=0 if self._validation is None else self._validation.dataloader_idx,
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return None  # outside of the except block: the error's traceback keeps the step's tensors alive
+
+    def _retime(self, forecast: Forecast) -> float:
+        self._levers.put_on(forecast.candidate)
+        self._planning.announce(f"timing again: {forecast.candidate.label}")
+        return time_steps(
+            trainer=self._prepared.trainer,
+            module=self._prepared.module,
+            batch=self._prepared.batch,
+            seconds=TIMED_SECONDS,
+            accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
+            spare_bytes=_spare_bytes(self._prepared.budget, forecast),
+        )
+
+    def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
+        """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""
+        budget, measured = self._prepared.budget, [forecast for forecast, measurement in failed if measurement]
+        best = min(measured or [forecast for forecast, _ in failed], key=lambda each: each.predicted_peak_bytes)
+        message = no_fit_message(
+            budget=budget,
+            best=best,
+            measured_peak_bytes=best.predicted_peak_bytes if measured else None,
+            passed_over=self._tried,
+            request=self._prepared.request,
+            slicing_reason=self._planning.space.slicing_reason,
+            states_reason=self._planning.space.states_reason,
+        )
+        ran_out = [forecast.candidate.label for forecast, measurement in failed if measurement is None]
+        if ran_out:
+            message += f"\nWarm-ups that ran out of memory, so that their peaks are not known: {'; '.join(ran_out)}."
+        return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
+
+
+def _spare_bytes(budget: Budget, forecast: Forecast) -> int:
+    """What the plan's peak leaves of what the process could hold; the snapshot of the warm-up shares it."""
+    return budget.capacity_bytes - budget.non_torch_bytes - forecast.predicted_peak_bytes
+
+
+def _evaluation_fits(measurement: Measurement, budget: Budget) -> bool:
+    return (measurement.measured_evaluation_peak_bytes or 0) <= budget.budget_bytes
+
+
+def _check_evaluation(measurement: Measurement, budget: Budget) -> None:
+    if _evaluation_fits(measurement, budget):
+        return
+    peak = measurement.measured_evaluation_peak_bytes or 0
+    raise NoFeasiblePlanError(
+        f"Training fits the budget of {format_bytes(budget.budget_bytes)}, but one evaluation step needs "
+        f"{format_bytes(peak)} (measured, allocated), {format_bytes(peak - budget.budget_bytes)} too much. MemFit does "
+        "not divide evaluation batches: make the validation loader's batch smaller, or set "
+        f'budget="{-(-peak // MIB)}MiB" or more.',
+        budget_bytes=budget.budget_bytes,
+        best_peak_bytes=peak,
+    )

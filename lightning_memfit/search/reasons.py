@@ -1,0 +1,201 @@
+"""Why each lever is set as it is, and why a candidate was not taken, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PlanRequest
+from lightning_memfit.search.levers import SearchSpace
+from lightning_memfit.units import format_bytes, format_seconds
+
+
+def reason_passed_over(other: Forecast, chosen: Forecast, budget: Budget) -> str:
+    """Why ``other`` was not taken."""
+    over = other.predicted_peak_bytes - budget.budget_bytes
+    if over > 0:
+        return f"does not fit: {format_bytes(over)} over the budget"
+    mine, taken = other.candidate, chosen.candidate
+    if mine.harm_tier > taken.harm_tier:
+        return f"fits, but is of harm tier {mine.harm_tier} where tier {taken.harm_tier} fits"
+    seconds, fastest = other.predicted_step_seconds, chosen.predicted_step_seconds
+    if seconds is not None and fastest is not None:
+        compared = f"predicted {format_seconds(seconds)} per step, the plan {format_seconds(fastest)}"
+        if seconds > fastest:
+            return f"fits, but is slower: {compared}"
+        return f"fits, but is not enough faster to depart from the run as it is: {compared}"
+    if mine.split.num_slices > taken.split.num_slices:
+        return f"fits, but divides the batch into {mine.split.num_slices} slices instead of {taken.split.num_slices}"
+    if len(mine.checkpointed_modules) > len(taken.checkpointed_modules):
+        return "fits, but recomputes more"
+    return "fits, but departs further from what the run does today"
+
+
+def choices_of(
+    request: PlanRequest, space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]
+) -> tuple[Choice, ...]:
+    """Every lever's value with its reason and its cost.
+
+    Args:
+        request: what the user asked for.
+        space: what could be chosen.
+        chosen: the candidate that was taken.
+        others: the forecasts that it was compared with.
+    """
+    return (
+        _batch_choice(request, chosen),
+        _precision_choice(request, space, chosen, others),
+        _checkpointing_choice(request, space, chosen, others),
+        _slicing_choice(space, chosen, others),
+        _zeroing_choice(chosen),
+        _states_choice(request, space, chosen),
+        _implementation_choice(request, space, chosen, others),
+    )
+
+
+def _batch_choice(request: PlanRequest, chosen: Forecast) -> Choice:
+    split = chosen.candidate.split
+    asked = "as asked" if request.effective_batch_size is not None else "what the run does today"
+    return Choice(
+        lever="effective_batch_size",
+        value=str(split.effective_batch_size),
+        reason=(
+            f"{asked}: {split.ranks} rank x accumulate_grad_batches {split.accumulate_grad_batches} x loader batch "
+            f"{split.loader_batch_size}"
+        ),
+    )
+
+
+def _precision_choice(request: PlanRequest, space: SearchSpace, chosen: Forecast, others: Iterable[Forecast]) -> Choice:
+    value = chosen.candidate.precision
+    if request.precision is not None:
+        reason = "as given"
+    elif len(space.precisions) == 1:
+        reason = "the only one that this device offers"
+    else:
+        reason = _against_rivals(chosen, others, lambda candidate: candidate.precision)
+    return Choice(lever="precision", value=value, reason=reason)
+
+
+def _against_rivals(chosen: Forecast, others: Iterable[Forecast], value_of: object) -> str:
+    """Compare with the fastest candidate that has another value of a lever."""
+    assert callable(value_of)
+    mine = value_of(chosen.candidate)
+    rivals = [other for other in others if value_of(other.candidate) != mine]
+    timed = [rival for rival in rivals if rival.predicted_step_seconds is not None]
+    if not timed or chosen.predicted_step_seconds is None:
+        return "departs least from the run as it is" if rivals else "nothing else was looked at"
+    best = min(timed, key=lambda rival: rival.predicted_step_seconds or 0.0)
+    compared = (
+        f"{format_seconds(chosen.predicted_step_seconds)} per step predicted, {value_of(best.candidate)} "
+        f"{format_seconds(best.predicted_step_seconds or 0.0)}"
+    )
+    if best.predicted_step_seconds is not None and best.predicted_step_seconds < chosen.predicted_step_seconds:
+        return f"departs least from the run as it is, and the other is not clearly faster or does not fit: {compared}"
+    return f"faster: {compared}"
+
+
+def _checkpointing_choice(
+    request: PlanRequest, space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]
+) -> Choice:
+    candidate = chosen.candidate
+    if candidate.activation_checkpointing == "none":
+        reason = "fits without recomputing anything"
+        if request.activation_checkpointing == "none":
+            reason = "as given"
+        elif len(space.checkpointing) == 1:
+            reason = "no repeated blocks found"
+        return Choice(lever="activation_checkpointing", value="none", reason=reason)
+    if request.activation_checkpointing != "auto":
+        reason = "as given"
+    elif any(not other.candidate.checkpointed_modules and _fits(other, chosen) for other in others):
+        reason = "faster than more slices"
+    else:
+        reason = "does not fit without, at any slice size"
+    if chosen.flops and chosen.recomputed_flops is not None:
+        share = chosen.recomputed_flops / max(1, chosen.flops - chosen.recomputed_flops)
+        reason += f"; costs {share:.0%} more FLOPs"
+    value = f"{len(candidate.checkpointed_modules)} modules ({_abbreviated(candidate.checkpointed_modules)})"
+    return Choice(lever="activation_checkpointing", value=value, reason=reason)
+
+
+def _fits(other: Forecast, chosen: Forecast) -> bool:
+    return other.predicted_peak_bytes <= chosen.predicted_peak_bytes
+
+
+def _abbreviated(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"
+
+
+def _slicing_choice(space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]) -> Choice:
+    split = chosen.candidate.split
+    fewer = [
+        other
+        for other in others
+        if other.candidate.split.num_slices < split.num_slices and _differs_in_slices_only(other, chosen)
+    ]
+    value = f"{split.micro_batch_size}" + ("" if split.num_slices == 1 else f" ({split.num_slices} slices per batch)")
+    if space.slicing_reason:
+        reason = space.slicing_reason
+    elif split.num_slices == 1:
+        reason = "the whole batch fits"
+    elif fewer:
+        nearest = min(fewer, key=lambda forecast: forecast.predicted_peak_bytes)
+        reason = (
+            f"the fewest slices that fit: {nearest.candidate.split.num_slices} would need "
+            f"{format_bytes(nearest.predicted_peak_bytes)}; costs {split.num_slices} smaller passes per batch"
+        )
+    else:
+        reason = f"costs {split.num_slices} smaller passes per batch"
+    return Choice(lever="micro_batch_size", value=value, reason=reason)
+
+
+def _differs_in_slices_only(other: Forecast, chosen: Forecast) -> bool:
+    return _other_levers(other.candidate) == _other_levers(chosen.candidate)
+
+
+def _other_levers(candidate: Candidate) -> tuple[object, ...]:
+    return (
+        candidate.precision,
+        candidate.checkpointed_modules,
+        candidate.optimizer_states,
+        candidate.optimizer_implementation,
+    )
+
+
+def _zeroing_choice(chosen: Forecast) -> Choice:
+    if chosen.candidate.zero_gradients_early:
+        reason = "the old gradients would not fit beside the next forward; costs nothing"
+        return Choice(lever="zero_gradients_early", value="before the forward", reason=reason)
+    return Choice(lever="zero_gradients_early", value="after the forward", reason="Lightning's own order fits")
+
+
+def _states_choice(request: PlanRequest, space: SearchSpace, chosen: Forecast) -> Choice:
+    if chosen.candidate.optimizer_states == "8bit":
+        reason = "as given" if request.optimizer_states == "8bit" else "nothing fits with the states as configured"
+        return Choice(
+            lever="optimizer_states",
+            value="8bit",
+            reason=f"{reason}; tier 1: states are rounded to 8 bits in blocks of 256, and the loss curve may differ",
+        )
+    if request.optimizer_states == "as-configured":
+        reason = "as given"
+    elif space.states_reason is not None:
+        reason = f"fits; could not be quantised: {space.states_reason}"
+    else:
+        reason = "fits without quantising them"
+    return Choice(lever="optimizer_states", value="as-configured", reason=reason)
+
+
+def _implementation_choice(
+    request: PlanRequest, space: SearchSpace, chosen: Forecast, others: Iterable[Forecast]
+) -> Choice:
+    value = chosen.candidate.optimizer_implementation
+    if chosen.candidate.optimizer_states != "as-configured":
+        reason = "quantised states have one implementation"
+    elif request.optimizer_implementation != "auto":
+        reason = "as given"
+    elif len(space.optimizer_implementations) == 1:
+        reason = "the optimizer offers no other"
+    else:
+        reason = _against_rivals(chosen, others, lambda candidate: candidate.optimizer_implementation)
+    return Choice(lever="optimizer_implementation", value=value, reason=reason)

@@ -1,0 +1,101 @@
+"""Whether the batches of a run may be divided: first what can be seen, then a comparison of slices with the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memfit.apply.micro_batches import unsliceable_reason
+from lightning_memfit.batch_functions import BatchFunctions
+from lightning_memfit.batch_tree import join_outputs
+from lightning_memfit.errors import BatchStructureError, is_out_of_memory
+from lightning_memfit.plan import balanced_slices
+from lightning_memfit.trace.training_step import program_of
+from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
+
+_COMPARED_PAIRS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceGuard:
+    """Says why the batches of a run may not be divided."""
+
+    trainer: Any
+    """The Trainer."""
+    module: Any
+    """Its LightningModule."""
+    functions: BatchFunctions
+    """The user's functions."""
+    batch: Any
+    """The batch that is compared."""
+    allow_inexact_slicing: bool
+    """Whether the user allows slices whose result differs."""
+
+    def visible_obstacle(self) -> str | None:
+        """Why batches may not be divided, as far as can be seen without running anything."""
+        reason = unsliceable_reason(self.trainer, self.module)
+        if reason is None and not self.allow_inexact_slicing:
+            batch_norm = has_train_mode_batch_norm(self.module)
+            if batch_norm is not None:
+                reason = (
+                    f"{batch_norm} normalises over the batch in train mode, so that slices would change the result. "
+                    "allow_inexact_slicing=True slices it all the same."
+                )
+        if reason is None:
+            reason = self._structure_obstacle()
+        return None if reason is None else f"not sliced: {reason}"
+
+    def compare_slices(self, micro_batch_size: int) -> str | None:
+        """Why slices of the real batch differ from the whole; ``None`` if they do not.
+
+        Four samples are compared first, then pairs of slices of the planned size: a loss that weighs classes or leaves
+        labels out is no mean over samples, but four samples need not show it.
+        """
+        obstacle = self._compare_halves_of(self.batch, 4)
+        # More samples than a slice may not fit, even without gradients; then as many as a slice are compared.
+        for samples in (2 * micro_batch_size, micro_batch_size):
+            if obstacle is not None or samples <= 4:
+                break
+            try:
+                return self._compare_pairs(samples)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        return obstacle
+
+    def _compare_pairs(self, samples: int) -> str | None:
+        present = self.functions.samples_of(self.batch)
+        sizes = balanced_slices(present, -(-present // samples))
+        pairs = self.functions.divide(self.batch, sizes) if len(sizes) > 1 else [self.batch]
+        for pair in pairs[:_COMPARED_PAIRS]:
+            obstacle = self._compare_halves_of(pair, samples)
+            if obstacle is not None:
+                return obstacle
+        return None
+
+    def _compare_halves_of(self, batch: Any, samples: int) -> str | None:
+        try:
+            verdict = check_splittable(
+                module=self.module,
+                batch=batch,
+                split_by_sizes=self.functions.divide,
+                training_step=program_of(self.module).compute_loss,
+                weights=self.functions.weight_of,
+                join=join_outputs,
+                batch_size=self.functions.samples_of(batch),
+                compared_samples=samples,
+            )
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
+            words = (str(error).strip().splitlines() or [""])[0][:200]
+            return f"not sliced: the comparison of slices raised {type(error).__name__}: {words}"
+        return None if verdict.exact else f"not sliced: {verdict.reason}"
+
+    def _structure_obstacle(self) -> str | None:
+        try:
+            samples = self.functions.samples_of(self.batch)
+        except BatchStructureError as error:
+            return str(error)
+        return None if samples > 1 else "the batch is a single sample"
