@@ -1,8 +1,8 @@
-"""One accuracy case in a process of its own: predicts, then measures a plain fit, then lets MemFit plan the same fit.
+"""The accuracy cases of one model: predicts each, then measures a plain fit, then lets MemFit plan the same fit.
 
-    python -m benchmarks.accuracy_case "gpt 32-true none adamw" --library PATH --cache-dir DIRECTORY
+    python -m benchmarks.accuracy_case "gpt 32-true none adamw" ... --library PATH --cache-dir DIRECTORY
 
-Started by ``benchmarks.accuracy_cpu`` for every case. Prints one JSON object.
+Started by ``benchmarks.accuracy_cpu`` in a process for each model. Prints one JSON object for each case.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from benchmarks.allocator.budget_allocator import BudgetAllocator
-from benchmarks.zoo import Batch, ZooCase, ZooModule, build, select_cases
+from benchmarks.zoo import ZooCase, ZooModule, build, select_cases
+from benchmarks.zoo_models.workload import Batch
 from lightning_memfit import MemFit, Plan, forecast
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
+from lightning_memfit.batch_tree import batch_size_of
 from lightning_memfit.plan import Measurement, MemoryBreakdown
 from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.units import GIB
 
 OPTIMIZER_STEPS = 3
+"""The first creates the optimizer's states; from the second on the step is in the steady state."""
 _AMPLE_BUDGET = 64 * GIB  # so that the plan is the case itself on every machine
 
 
@@ -41,7 +44,11 @@ class CaseResult:
     label: str
     """Of the case."""
     model: str
-    """Key of ``zoo.MODELS``."""
+    """Key of ``zoo_models.MODELS``."""
+    optimizer_states: str
+    """Format of the optimizer's states: ``"as-configured"`` or ``"8bit"``."""
+    implementation: str
+    """How the optimizer's step is run: ``"as-configured"``, ``"foreach"`` or ``"fused"``."""
     measured_peak_bytes: int
     """Exact peak of a plain Trainer's fit above what was alive before module and batch were built."""
     predicted_raw_bytes: int
@@ -79,16 +86,16 @@ class CaseResult:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("label", help="of the case")
+    parser.add_argument("cases", nargs="+", help="their labels, or patterns of them")
     parser.add_argument("--library", type=Path, required=True, help="the built allocator")
     parser.add_argument("--cache-dir", type=Path, required=True, help="keeps the results of operator probes")
     chosen = parser.parse_args(arguments)
     allocator = BudgetAllocator(chosen.library)
     allocator.install()
-    logging.getLogger("lightning").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    (case,) = select_cases(chosen.label)
-    print(json.dumps(dataclasses.asdict(run_case(case, allocator, chosen.cache_dir))))
+    for case in (case for pattern in chosen.cases for case in select_cases(pattern)):
+        print(json.dumps(dataclasses.asdict(run_case(case, allocator, chosen.cache_dir))), flush=True)
 
 
 def run_case(case: ZooCase, allocator: BudgetAllocator, cache_dir: Path) -> CaseResult:
@@ -100,6 +107,8 @@ def run_case(case: ZooCase, allocator: BudgetAllocator, cache_dir: Path) -> Case
     return CaseResult(
         label=case.label,
         model=case.name,
+        optimizer_states=case.optimizer_states,
+        implementation=case.implementation,
         measured_peak_bytes=measured,
         predicted_raw_bytes=raw.peak_allocated_bytes,
         predicted_unprobed_bytes=unprobed.peak_allocated_bytes,
@@ -119,6 +128,8 @@ def _predicted(case: ZooCase, cache_dir: Path, *, probe_operators: bool) -> Memo
         batch,
         precision=case.precision,
         activation_checkpointing=case.checkpointing,
+        optimizer_states=case.optimizer_states,
+        optimizer_implementation=case.implementation,
         probe_operators=probe_operators,
         cache_dir=cache_dir,
     )
@@ -131,17 +142,23 @@ def measure_plain_fit(case: ZooCase, allocator: BudgetAllocator) -> tuple[int, i
     """
     gc.collect()
     before = allocator.live_bytes
-    module, batch = build(case)
-    if case.checkpointing == "blocks":
-        checkpoint_modules(module, find_repeated_blocks(module))
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = _trainer(directory, precision=case.precision)
-        allocator.reset_peak()
-        trainer.fit(module, _loader(batch))
+    allocator.reset_peak()
+    module, batch, trainer = fit_plainly(case)
     assert trainer.global_step == OPTIMIZER_STEPS
     gc.collect()
     left = allocator.live_bytes - before - _needed_between_steps(module, trainer, batch)
     return allocator.peak_bytes - before, left
+
+
+def fit_plainly(case: ZooCase, *callbacks: Callback) -> tuple[ZooModule, Batch, Trainer]:
+    """Build a case and fit it for some optimizer steps without MemFit."""
+    module, batch = build(case, with_optimizer_levers=True)
+    if case.checkpointing == "blocks":
+        checkpoint_modules(module, find_repeated_blocks(module))
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = _trainer(directory, precision=case.precision, callbacks=list(callbacks))
+        trainer.fit(module, _loader(batch))
+    return module, batch, trainer
 
 
 def planned_by_memfit(case: ZooCase, cache_dir: Path) -> tuple[Plan, Measurement]:
@@ -151,12 +168,14 @@ def planned_by_memfit(case: ZooCase, cache_dir: Path) -> tuple[Plan, Measurement
         RuntimeError: if the plan is another one.
     """
     module, batch = build(case)
-    samples = len(batch["targets"])
+    samples = batch_size_of(batch)
     memfit = MemFit(
         effective_batch_size=samples,
         budget=_AMPLE_BUDGET,
         precision=case.precision,
         activation_checkpointing=case.checkpointing,
+        optimizer_states=case.optimizer_states,
+        optimizer_implementation=case.implementation,
         micro_batch_size=samples,
         cache_dir=cache_dir,
         verbose=False,
@@ -165,8 +184,15 @@ def planned_by_memfit(case: ZooCase, cache_dir: Path) -> tuple[Plan, Measurement
         _trainer(directory, plugins=[memfit]).fit(module, _loader(batch))
     plan, measured = memfit.plan, memfit.measured
     assert plan is not None and measured is not None
-    if plan.candidate.zero_gradients_early or plan.split.num_slices != 1:
-        raise RuntimeError(f"{case.label}: MemFit planned {plan.candidate.label}, which is another case")
+    chosen = plan.candidate
+    wanted = (case.optimizer_states, case.implementation, 1, False)
+    if wanted != (
+        chosen.optimizer_states,
+        chosen.optimizer_implementation,
+        plan.split.num_slices,
+        chosen.zero_gradients_early,
+    ):
+        raise RuntimeError(f"{case.label}: MemFit planned {chosen.label}, which is another case")
     return plan, measured
 
 

@@ -38,7 +38,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.machine import this_machine
 from benchmarks.presentation import open_console, plain_table, progress_bar, write_text
-from benchmarks.zoo import MLP, Batch, ZooCase, ZooModule, build
+from benchmarks.zoo import Batch, ZooCase, ZooModule, build
+from benchmarks.zoo_models.feed_forward import MLP
 from lightning_memfit import MemFit
 from lightning_memfit.units import GIB
 

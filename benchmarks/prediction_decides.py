@@ -12,26 +12,24 @@ import argparse
 import dataclasses
 import gc
 import json
+import logging
 import sys
-from collections.abc import Callable
+import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 
+from benchmarks.accuracy_case import fit_plainly
 from benchmarks.allocator.budget_allocator import BudgetAllocator, build_allocator, why_unavailable
 from benchmarks.zoo import ZooCase, build, select_cases
-from lightning_memfit.forecasting import Forecaster, autocast_context, checkpointed
-from lightning_memfit.observe.unlogged import unlogged
-from lightning_memfit.plan import BatchSplit, Candidate
-from lightning_memfit.search.checkpointing import find_repeated_blocks
-from lightning_memfit.trace.op_probe import OperatorProber
-from lightning_memfit.trace.training_step import Unobserved, program_of, run_window
+from lightning_memfit import forecast
 
 MARGIN = 0.01
 """Share of the predicted peak by which the limit is above or below it."""
-OPTIMIZER_STEPS = 3
-"""The first creates the optimizer's states; from the second on the step is in the steady state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +66,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     allocator = BudgetAllocator(chosen.library or build_allocator())
     allocator.install()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     failed = False
-    with OperatorProber() as prober:
-        prober.start()
+    with tempfile.TemporaryDirectory() as cache_dir:  # operator probes are kept from case to case
         for case in select_cases(chosen.cases):
-            outcome = decide(case, allocator, prober)
+            outcome = decide(case, allocator, Path(cache_dir))
             failed = failed or not outcome.as_predicted
             print(json.dumps({**dataclasses.asdict(outcome), "as_predicted": outcome.as_predicted}), flush=True)
     return int(failed)
 
 
-def decide(case: ZooCase, allocator: BudgetAllocator, prober: OperatorProber) -> Outcome:
+def decide(case: ZooCase, allocator: BudgetAllocator, cache_dir: Path) -> Outcome:
     """Predict the peak of a case, then run it under both limits."""
-    predicted = predicted_peak_bytes(case, prober)
+    predicted = predicted_peak_bytes(case, cache_dir)
     above = _run_under(allocator, round(predicted * (1 + MARGIN)), case)
     below = _run_under(allocator, round(predicted * (1 - MARGIN)), case)
     return Outcome(
@@ -93,53 +92,44 @@ def decide(case: ZooCase, allocator: BudgetAllocator, prober: OperatorProber) ->
     )
 
 
-def predicted_peak_bytes(case: ZooCase, prober: OperatorProber | None) -> int:
-    """The raw prediction for a case, as the search makes it."""
+def predicted_peak_bytes(case: ZooCase, cache_dir: Path) -> int:
+    """The raw prediction for a case, operator probes included."""
     module, batch = build(case)
-    program = program_of(module, step_context=autocast_context(case.precision))
-    samples = len(batch["targets"])
-    candidate = Candidate(
+    return forecast(
+        module,
+        batch,
         precision=case.precision,
         activation_checkpointing=case.checkpointing,
-        checkpointed_modules=_recomputed(case, module),
-        split=BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,)),
-    )
-    return Forecaster(program, batch, prober=prober)(candidate).memory.peak_allocated_bytes
+        optimizer_states=case.optimizer_states,
+        optimizer_implementation=case.implementation,
+        cache_dir=cache_dir,
+    ).peak_allocated_bytes
 
 
 def _run_under(allocator: BudgetAllocator, limit_bytes: int, case: ZooCase) -> tuple[int, str | None]:
     """Optimizer steps finished with ``limit_bytes`` for the case's own tensors, and the name of the error."""
     gc.collect()
     allocator.set_limit(allocator.live_bytes + limit_bytes)
-    finished = 0
-
-    def step_finished() -> None:
-        nonlocal finished
-        finished += 1
-
+    steps = _StepCounter()
     try:
-        _train(case, step_finished)
+        fit_plainly(case, steps)
     except Exception as error:
         # Only the name is kept: the traceback would keep the step's tensors alive into the next run.
         real = isinstance(error, torch.OutOfMemoryError)
-        return finished, "OutOfMemoryError" if real else f"{type(error).__name__}: {error}"
+        return steps.finished, "OutOfMemoryError" if real else f"{type(error).__name__}: {error}"
     finally:
         allocator.set_limit(None)
-    return finished, None
+    return steps.finished, None
 
 
-def _train(case: ZooCase, step_finished: Callable[[], None]) -> None:
-    module, batch = build(case)
-    program = program_of(module, step_context=autocast_context(case.precision))
-    with checkpointed(module, _recomputed(case, module)), unlogged(module):
-        optimizer = program.make_optimizer()
-        for _ in range(OPTIMIZER_STEPS):
-            run_window(program, optimizer, [batch], Unobserved())
-            step_finished()
+class _StepCounter(Callback):
+    """Counts what a fit finished, also one that is ended by an error."""
 
+    def __init__(self) -> None:
+        self.finished = 0
 
-def _recomputed(case: ZooCase, module: torch.nn.Module) -> tuple[str, ...]:
-    return find_repeated_blocks(module) if case.checkpointing == "blocks" else ()
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.finished += 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The prediction decides: 1 % more memory than predicted and every case finishes, 1 % less and it dies.
 
-One child process per model, because the allocator with its limit stays for the life of its process. Run this file
-alone: bash scripts/test.sh tests/benchmarks/test_prediction_decides.py
+In child processes, because the allocator with its limit stays for the life of its process. All models:
+bash scripts/test.sh tests/benchmarks/test_prediction_decides.py -m "slow or not slow"
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.accuracy_case import OPTIMIZER_STEPS
 from benchmarks.allocator.budget_allocator import build_allocator, why_unavailable
 from benchmarks.child_process import stream_child
-from benchmarks.prediction_decides import OPTIMIZER_STEPS, Outcome
-from benchmarks.zoo import MODELS, select_cases
+from benchmarks.prediction_decides import Outcome
+from benchmarks.zoo import select_cases
+from benchmarks.zoo_models import MODELS
 
 needs_a_compiler = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -25,18 +27,26 @@ def library() -> Path:
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "mlp * none *",  # the backward sets the peak
+        "wide * sgd 8bit",  # the optimizer's step does
+        *(pytest.param(f"{model} *", marks=pytest.mark.slow) for model in MODELS),
+    ],
+)
 def test_every_case_finishes_above_its_predicted_peak_and_dies_below_it(
-    model: str, library: Path, monkeypatch: pytest.MonkeyPatch
+    cases: str, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("bitsandbytes")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     seen: dict[str, Any] = {}
     # A case that did otherwise ends the child with code 1, which is reported after the cases themselves.
     for outcome in stream_child(
-        "benchmarks.prediction_decides", ["--cases", f"{model} *", "--library", str(library)], allowed_codes=(0, 1)
+        "benchmarks.prediction_decides", ["--cases", cases, "--library", str(library)], allowed_codes=(0, 1)
     ):
         seen[outcome.pop("label")] = outcome
-    assert list(seen) == [case.label for case in select_cases(f"{model} *")]
+    assert list(seen) == [case.label for case in select_cases(cases)]
     otherwise = {
         label: outcome
         for label, outcome in seen.items()
