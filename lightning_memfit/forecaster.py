@@ -38,7 +38,7 @@ from lightning_memfit.trace.training_step import trace_window
 
 if TYPE_CHECKING:
     from lightning_memfit.hardware.rates import DeviceRates
-    from lightning_memfit.predict.variant_seconds import VariantSeconds
+    from lightning_memfit.predict.variant_seconds import StepSeconds, VariantSeconds
 
 _AGREEMENT = 0.001
 """Share of the peak by which what is derived may differ from what is traced before the former is no longer believed."""
@@ -231,7 +231,7 @@ class Forecaster:
                     floating=_floating(candidate),
                 )
             cost = optimizer_step_cost(step, self._probe(step.signatures).results)
-            self._steps[key] = _OptimizerStep(step, cost, self._seconds(step))
+            self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(step))
         return self._steps[key]
 
     def _slices_of(self, candidate: Candidate) -> StepProgram:
@@ -252,7 +252,14 @@ class Forecaster:
     def _probe(self, signatures: Sequence[Signature]) -> Probes:
         return Probes(results={}) if self._prober is None else self._prober.probe(signatures)
 
-    def _seconds(self, timeline: Timeline, split: BatchSplit | None = None) -> float | None:
+    def _step_seconds(self, step: Timeline) -> StepSeconds | None:
+        if self._rates is None:
+            return None
+        from lightning_memfit.predict.variant_seconds import StepSeconds
+
+        return StepSeconds(step, self._rates)
+
+    def _seconds(self, timeline: Timeline, split: BatchSplit) -> float | None:
         if self._rates is None:
             return None
         from lightning_memfit.predict.step_time import predict_step_seconds
@@ -301,11 +308,11 @@ class Forecaster:
 class _OptimizerStep(NamedTuple):
     timeline: Timeline
     cost: OptimizerStepCost
-    seconds: float | None
+    seconds: StepSeconds | None
 
 
-def _whole(window: VariantSeconds | None, variant: Variant, step: float | None) -> float | None:
-    return None if window is None or step is None else window.of(variant) + step
+def _whole(window: VariantSeconds | None, variant: Variant, step: StepSeconds | None) -> float | None:
+    return None if window is None or step is None else window.of(variant, step)
 
 
 def _floating(candidate: Candidate) -> torch.dtype | None:

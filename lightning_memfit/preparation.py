@@ -23,7 +23,7 @@ from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.forecasting import resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.hardware.measure_rates import measure_rates
+from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
@@ -248,7 +248,7 @@ def prepare(
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch)),
         forecaster=_forecaster(program, batch, functions, prober, resident_batches, rates),
         resident_batches=resident_batches,
-        notes=_notes(trainer, loader, loader_plan, scanned),
+        notes=(*_notes(trainer, loader, loader_plan, scanned), *_rough_rates(rates)),
     )
 
 
@@ -270,6 +270,15 @@ def _precisions(device: DeviceSpec, trainer: Any, facts: OptimizerFacts) -> tupl
     if trainer.gradient_clip_val and facts.unscales_by_itself:
         return ("32-true",)  # Lightning refuses to clip the gradients of such an optimizer in mixed precision
     return ("32-true", *mixed)
+
+
+def _rough_rates(rates: DeviceRates) -> tuple[str, ...]:
+    if rates.noise <= MOST_NOISE:
+        return ()
+    return (
+        f"the device's rates were measured while other processes held it up (disturbance {rates.noise:.0%}): predicted "
+        "seconds are rough, and so is what was chosen by them",
+    )
 
 
 def _resident_batches(loader: TrainLoader, scanned: ScannedBatch) -> int:

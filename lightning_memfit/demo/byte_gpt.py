@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from lightning_memfit.demo.next_byte import VOCABULARY, NextByteModel
 from lightning_memfit.demo.transformer import Block, initialise_blocks, sinusoids
 
+_TOKEN_DEVIATION = 0.5
+"""Standard deviation of what the first block reads before training, and of the scores. With one weight at both ends a
+byte scores itself by ``d_model ** 0.5`` of these: an untrained model of deviation 1 would be sure of repetitions."""
+
 
 class ByteGPT(NextByteModel):
     """GPT over bytes: learned positions, pre-norm blocks, one weight for the embedding and the head if tied.
@@ -38,7 +42,7 @@ class ByteGPT(NextByteModel):
         max_sequence_length: int = 256,
         dropout: float = 0.0,
         tie_head: bool = True,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 4e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
     ) -> None:
@@ -50,21 +54,19 @@ class ByteGPT(NextByteModel):
         self.blocks = nn.ModuleList(Block(d_model, num_heads, dropout, causal=True) for _ in range(num_layers))
         self.norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, VOCABULARY, bias=False)
-        initialise_blocks(self.blocks)
+        initialise_blocks(self.blocks, token_deviation=_TOKEN_DEVIATION)
         self._initialise_ends()
         if tie_head:
             self.head.weight = self.embedding.weight
 
     def _initialise_ends(self) -> None:
-        """Tokens of variance one where bytes go in, and scores of variance one where they come out.
-
-        A weight of variance ``1 / d_model`` gives both if what goes in is scaled by ``d_model ** 0.5``.
-        """
+        """Draw the weights where bytes go in and where scores come out, and set the positions."""
+        weight_deviation = _TOKEN_DEVIATION / self.scale
         for end in (self.embedding, self.head):
-            nn.init.normal_(end.weight, std=1 / self.scale)
+            nn.init.normal_(end.weight, std=weight_deviation)
         waves = sinusoids(self.positions.num_embeddings, self.positions.embedding_dim, longest_wavelength=1000.0)
         with torch.no_grad():
-            self.positions.weight.copy_(waves / self.scale)
+            self.positions.weight.copy_(waves * weight_deviation)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Score the byte after each position: ``(batch, sequence)`` int64 to ``(batch, sequence, 256)``."""

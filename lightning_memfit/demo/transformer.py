@@ -72,11 +72,16 @@ class Block(nn.Module):
         return added
 
 
-def initialise_blocks(blocks: nn.ModuleList) -> None:
-    """Draw the matrices of all blocks so that a block keeps the variance of what it reads; gains and biases stay.
+def initialise_blocks(blocks: nn.ModuleList, *, token_deviation: float) -> None:
+    """Draw the matrices of all blocks from normal distributions; gains and biases stay.
 
-    The standard deviation is ``inputs ** -0.5``, and ``(2 * blocks) ** -0.5`` of that where a result is added to the
-    residual stream: each block adds twice, so that the variance of the sum stays near that of the tokens.
+    The standard deviation is ``inputs ** -0.5``, which keeps the variance of what is read, and where a result is added
+    to the residual stream ``token_deviation * (2 * blocks) ** -0.5`` of that: each block adds twice, so that the
+    variance of all that is added stays near that of the tokens.
+
+    Args:
+        blocks: the :class:`Block` s of a model.
+        token_deviation: standard deviation of the tokens that the first block reads.
 
     Source: LeCun et al., Efficient BackProp (1998), equation 16; Radford et al., Language Models are Unsupervised
     Multitask Learners (2019), section 2.3.
@@ -84,7 +89,7 @@ def initialise_blocks(blocks: nn.ModuleList) -> None:
     for name, parameter in blocks.named_parameters():
         if parameter.dim() >= 2:
             adds_to_stream = name.endswith(("attention.output.weight", "feed_forward.2.weight"))
-            scale = (2 * len(blocks)) ** -0.5 if adds_to_stream else 1.0
+            scale = token_deviation * (2 * len(blocks)) ** -0.5 if adds_to_stream else 1.0
             nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
 
 

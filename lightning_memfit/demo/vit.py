@@ -72,7 +72,7 @@ class ViT(LightningModule):
         # A patch of pixels of variance one becomes a token of variance one, and its position weighs half as much.
         nn.init.normal_(self.patches.weight, std=(channels * patch_size**2) ** -0.5)
         nn.init.normal_(self.positions, std=0.5)
-        initialise_blocks(self.blocks)
+        initialise_blocks(self.blocks, token_deviation=1.0)
 
     def forward(self, images: Tensor) -> Tensor:
         """Score the classes: ``(batch, channels, image_size, image_size)`` to ``(batch, classes)``.

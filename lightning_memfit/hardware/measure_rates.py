@@ -23,6 +23,9 @@ from lightning_memfit.hardware.rate_samples import Halves, quantised_samples, sa
 from lightning_memfit.hardware.rates import RATES_VERSION, AllocatorRates, DeviceRates
 from lightning_memfit.hardware.sampled_curves import Clock, sampled_curves, seconds_of
 
+MOST_NOISE = 0.25
+"""Rates measured under more disturbance are used, and said to be rough, but not kept: the next run measures anew."""
+
 
 def measure_rates(
     *, cache_dir: Path | None, quantised: bool | None = None, clock: Clock = time.perf_counter
@@ -47,7 +50,7 @@ def measure_rates(
         measured = _measured(clock) if known is None else known
         if quantised:
             measured = _with_quantised(measured, clock)
-    if path is not None:
+    if path is not None and measured.noise <= MOST_NOISE:
         _write_cache(path, measured)
     return measured
 
@@ -63,7 +66,7 @@ def _measured(clock: Clock) -> DeviceRates:
         curves=found.curves,
         calls=call_seconds(halves, found.curves, clock),
         allocator=allocator,
-        noise=found.noise,
+        noise=found.noise + found.held_up,
         unmeasured=found.unmeasured,
     )
 

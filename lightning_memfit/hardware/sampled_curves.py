@@ -37,6 +37,10 @@ _FEWEST_SIZES = 3
 """Sizes that a kind gets unless a call takes this many times longer still."""
 _PRODUCTS_BY_BYTES = ("thin_matmul", "depthwise_convolution", "depthwise_convolution_backward")
 """Operators of other kinds at shapes where moving memory takes longer than computing."""
+_HELD_UP_SHARE = 8
+"""A call that takes more than this many times what the next smaller one's rate says was held up."""
+_LONGEST_SMALLEST_SECONDS = 2e-3
+"""The smallest call of a kind that takes longer was held up."""
 _KEPT_BYTES = 2**21
 """Calls on less than this are prepared once, others in every round."""
 
@@ -51,6 +55,8 @@ class SampledCurves:
     """The median over all points of second fastest by fastest call, less one."""
     unmeasured: tuple[str, ...]
     """Kinds with their dtypes that this build of torch computes otherwise or not at all, each with the reason."""
+    held_up: float = 0.0
+    """Share of the points that were left out because another process held the call up in every round."""
 
 
 @dataclass
@@ -106,13 +112,15 @@ def sampled_curves(halves: Halves, chosen: Sequence[Sample], clock: Clock) -> Sa
             table.sample(halves, clock)
     curves: dict[str, dict[str, RateCurve]] = {}
     for table in tables:
-        if table.points:
-            curves.setdefault(table.kind, {})[table.dtype] = table.curve()
+        curve = table.curve()
+        if curve is not None:
+            curves.setdefault(table.kind, {})[table.dtype] = curve
     points = [point for table in tables for point in table.points.values()]
     return SampledCurves(
         curves=curves,
         noise=statistics.median(_disturbance(point) for point in points) if points else 0.0,
         unmeasured=tuple(f"{table.kind} {table.dtype}: {table.failure}" for table in tables if table.failure),
+        held_up=sum(table.held_up for table in tables) / max(1, len(points)),
     )
 
 
@@ -124,6 +132,7 @@ class _Table:
         self.dtype = str(dtype).removeprefix("torch.")
         self.points: dict[int, _Point] = {}
         self.failure: str | None = None
+        self.held_up = 0
         self._sample, self._dtype = sample, dtype
         self._kept: dict[int, Call] = {}
         self._largest: int | None = None
@@ -143,10 +152,16 @@ class _Table:
                 break
             self._time(size, call, halves, clock)
 
-    def curve(self) -> RateCurve:
-        """The fastest call of every size."""
+    def curve(self) -> RateCurve | None:
+        """The fastest call of every size that was not held up; ``None`` if every one was."""
         found = sorted({point.work: min(point.seconds) for point in self.points.values()}.items())
-        return RateCurve(work=tuple(work for work, _ in found), seconds=tuple(seconds for _, seconds in found))
+        kept = not_held_up(found)
+        self.held_up = len(found) - len(kept)
+        if not kept and (not found or self.kind != "elementwise"):
+            self.failure = self.failure or "another process held up every call"
+            return None  # it counts as elementwise, which there must be
+        kept = kept or found[:1]
+        return RateCurve(work=tuple(work for work, _ in kept), seconds=tuple(seconds for _, seconds in kept))
 
     def _time(self, size: int, call: Call, halves: Halves, clock: Clock) -> None:
         point = self.points[size]
@@ -178,6 +193,23 @@ class _Table:
             elif cached or work.kind == self.kind:
                 return _Point(work=work.amount, steps=work.steps, moved_bytes=moved, cached=cached)
         raise LookupError(f"no such operator was called: torch {torch.__version__} computes it otherwise")
+
+
+def not_held_up(found: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points of (work, seconds), by rising work, that can be the device's own.
+
+    On a busy machine a call may be held up for a whole time slice in every round, so that it takes hundreds of times
+    what its work asks for. No device is that much slower per unit of work at a larger size.
+
+    >>> not_held_up([(1e3, 1e-6), (1e5, 2e-2), (1e6, 9e-4)])
+    [(1000.0, 1e-06), (1000000.0, 0.0009)]
+    """
+    kept: list[tuple[float, float]] = []
+    for work, seconds in found:
+        limit = _HELD_UP_SHARE * kept[-1][1] * max(1.0, work / kept[-1][0]) if kept else _LONGEST_SMALLEST_SECONDS
+        if seconds <= limit:
+            kept.append((work, seconds))
+    return kept
 
 
 def _disturbance(point: _Point) -> float:

@@ -69,6 +69,7 @@ class Storages:
 
     def __init__(self, rows: Sequence[Storage], freed: Sequence[float], operators: Operators) -> None:
         self.number = [row.number for row in rows]
+        self.index = {number: index for index, number in enumerate(self.number)}
         self.made: Moment = np.array([row.made for row in rows], dtype=np.float64)
         self.slice_ = numbers([row.slice_ for row in rows])
         self.gate = numbers([row.gate for row in rows])

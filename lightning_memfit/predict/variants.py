@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +20,9 @@ from lightning_memfit.predict.optimizer_step import OptimizerStepCost
 from lightning_memfit.predict.recomputation import Moments, recomputations
 from lightning_memfit.predict.variant_arrays import UNDECIDED, Flags, Holds, Operators, State, Storages, lines, numbers
 from lightning_memfit.predict.variant_tables import ALWAYS, FIRST, SECOND, clipping_begins, tables_of
+from lightning_memfit.predict.variant_timeline import events_of, small_block_events
 from lightning_memfit.trace.step_record import StepRecord
-from lightning_memfit.trace.timeline import Event, Free, Operation, ProbeResult, Resident, Timeline
+from lightning_memfit.trace.timeline import Operation, Output, ProbeResult, Resident, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,10 @@ class StepVariants:
         slices = [plan.call.micro_step for plan in self._plans if plan.call.module in names and plan.begins < math.inf]
         return sum(repeats[slice_][1] for slice_ in slices if slice_ in repeats)
 
+    def second_slice_counts(self, variant: Variant) -> float:
+        """How often the second slice counts in the whole accumulation window; 1 if only one is followed."""
+        return self._repeats(variant).get(SECOND, (0, 1.0))[1]
+
     def operation(self, kind: int, samples: int) -> Operation:
         """An operator of a kind at a number of samples; storages are those of one of them."""
         row = self._operators.kinds[kind]
@@ -206,54 +211,68 @@ class StepVariants:
         Raises:
             NotDerivableError: if the variant cannot be told from the record.
         """
-        state, there = self._state(variant), self._storages.there
-        exist = np.flatnonzero(state.exists).tolist()
-        number, sizes = self._storages.number, state.sizes.tolist()
-        held = {i: CATEGORIES[category] for i, category in enumerate(self._categories(state).tolist())}
-        flops, recomputed_flops = self.flops(variant)
+        state, storages = self._state(variant), self._storages
+        held = [CATEGORIES[category] for category in self._categories(state).tolist()]
+        samples = self._samples(variant, self._operators.slice_)
+        flops, moved = self._at(self._operators.flops, samples), self._at(self._operators.moved, samples)
+        recorded = variant.followed == self._record.samples[: len(variant.followed)]  # else it is another call
+
+        def sized(place: int, outputs: tuple[Output, ...]) -> Operation:
+            operation, target = self._operators.operation[place], self._operators.target[place]
+            at_size: Operation = operation._replace(
+                signature=operation.signature if recorded else None,
+                accumulates_into=None if target is None else storages.number[target],
+                outputs=outputs,
+                flops=int(flops[place]),
+                moved_bytes=int(moved[place]),
+            )
+            return at_size
+
+        total, again = self.flops(variant)
+        exist = np.flatnonzero(state.exists & ~storages.there).tolist()
         return Timeline(
-            residents=tuple(Resident(number[i], sizes[i], held[i]) for i in exist if there[i]),
-            events=tuple(self._events(variant, state, exist)),
-            categories={number[i]: held[i] for i in exist if not there[i]},
+            residents=self._residents(state, state.exists),
+            events=tuple(events_of(self._operators, storages, state, sized, self._phase_at)),
+            categories={storages.number[i]: held[i] for i in exist},
             signatures=self._record.signatures,
             num_parameters=self._record.num_parameters,
             num_operations=int(state.runs.sum()),
-            flops=flops,
-            recomputed_flops=recomputed_flops,
+            flops=total,
+            recomputed_flops=again,
             micro_steps=variant.micro_steps,
             followed_micro_steps=len(variant.followed),
             gradients=self._record.layouts,
             notes=self._record.notes,
         )
 
-    def _events(self, variant: Variant, state: State, exist: Sequence[int]) -> list[Event]:
-        frees: list[list[int]] = [[] for _ in range(len(state.runs) + 2)]
-        for index in exist:
-            frees[state.gap[index]].append(index)
-        size_of = {self._storages.number[index]: int(state.sizes[index]) for index in exist}
-        samples = self._samples(variant, self._operators.slice_)
-        flops, moved = self._at(self._operators.flops, samples), self._at(self._operators.moved, samples)
-        recorded = variant.followed == self._record.samples[: len(variant.followed)]  # else it is another call
-        events: list[Event] = []
-        for place in range(len(state.runs) + 1):
-            runs = place < len(state.runs) and state.runs[place]
-            target = self._operators.target[place] if runs else None
-            for index in sorted(frees[place], key=lambda i: state.freed[i]):
-                if index != target:
-                    events.append(Free(self._storages.number[index], self._phase_at(state.freed[index])))
-            if runs:
-                operation = self._operators.operation[place]
-                sized = operation._replace(
-                    signature=operation.signature if recorded else None,
-                    accumulates_into=None if target is None else self._storages.number[target],
-                    outputs=tuple(o._replace(allocated_bytes=size_of[o.storage]) for o in operation.outputs),
-                    flops=int(flops[place]),
-                    moved_bytes=int(moved[place]),
-                )
-                events.append(sized)
-            if target is not None:  # its end is what says that it was written into in place
-                events.append(Free(self._storages.number[target], self._phase_at(state.freed[target])))
-        return events
+    def small_blocks(self, variant: Variant, limit: int) -> Timeline:
+        """What comes and goes in blocks of at most ``limit`` bytes, between operators that count FLOPs.
+
+        A timeline with the events of :func:`~lightning_memfit.predict.variant_timeline.small_block_events`.
+
+        Raises:
+            NotDerivableError: if the variant cannot be told from the record.
+        """
+        state, flops = self._state(variant), self._operators.flops
+        chosen = state.exists & (state.sizes <= limit) & (state.sizes > 0)
+        counting = state.runs & ((flops[0] > 0) | (flops[1] > 0))
+        return Timeline(
+            residents=self._residents(state, chosen),
+            events=tuple(small_block_events(self._operators, self._storages, state, chosen, counting)),
+            categories={},
+            signatures=(),
+            num_parameters=self._record.num_parameters,
+            num_operations=0,
+            flops=0,
+            recomputed_flops=0,
+            micro_steps=variant.micro_steps,
+            followed_micro_steps=len(variant.followed),
+        )
+
+    def _residents(self, state: State, chosen: Flags) -> tuple[Resident, ...]:
+        numbers, sizes, categories = self._storages.number, state.sizes, self._storages.category
+        there = np.flatnonzero(chosen & self._storages.there).tolist()
+        return tuple(Resident(numbers[i], int(sizes[i]), CATEGORIES[categories[i]]) for i in there)
 
     def _phase_at(self, moment: float) -> Phase:
         index = int(np.searchsorted(self._moments.of_event, moment, side="right")) - 1

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.demo.byte_gpt import ByteGPT
+from lightning_memfit.demo.next_byte import next_byte_loss
 from lightning_memfit.demo.transformer import Block, initialise_blocks, sinusoids
 
 
@@ -21,12 +22,15 @@ def test_a_position_sees_what_follows_only_without_a_mask(causal: bool, first_ch
 
 def test_matrices_keep_the_variance_and_those_that_add_to_the_stream_are_drawn_smaller() -> None:
     blocks = nn.ModuleList(Block(128, num_heads=2, dropout=0.0, causal=True) for _ in range(2))
-    initialise_blocks(blocks)
+    initialise_blocks(blocks, token_deviation=1.0)
     # 1 / sqrt(128) = 0.0884; of that 1 / sqrt(2 x 2 blocks) = 0.0442; and 1 / sqrt(512) / 2 = 0.0221.
     assert blocks[1].attention.query_key_value.weight.std().item() == pytest.approx(0.0884, rel=0.05)
     assert blocks[1].attention.output.weight.std().item() == pytest.approx(0.0442, rel=0.05)
     assert blocks[1].feed_forward[2].weight.std().item() == pytest.approx(0.0221, rel=0.05)
     assert (blocks[1].attention_norm.weight == 1).all()
+    initialise_blocks(blocks, token_deviation=0.1)
+    assert blocks[0].attention.query_key_value.weight.std().item() == pytest.approx(0.0884, rel=0.05)
+    assert blocks[0].attention.output.weight.std().item() == pytest.approx(0.00442, rel=0.05)
 
 
 def test_how_alike_two_positions_are_depends_on_their_distance_alone() -> None:
@@ -39,8 +43,10 @@ def test_how_alike_two_positions_are_depends_on_their_distance_alone() -> None:
 
 
 @pytest.mark.parametrize("tie_head", [True, False])
-def test_the_gpt_starts_with_tokens_and_scores_of_variance_one(tie_head: bool) -> None:
-    model = ByteGPT(tie_head=tie_head, num_layers=1)
+def test_the_untrained_gpt_knows_nothing_of_the_next_byte(tie_head: bool) -> None:
+    model = ByteGPT(tie_head=tie_head)
     tokens = model.embedding(torch.arange(256)) * model.scale
-    assert tokens.var().item() == pytest.approx(1.0, rel=0.05)
-    assert model(torch.randint(0, 256, (2, 256))).var().item() == pytest.approx(1.0, rel=0.1)
+    assert tokens.std().item() == pytest.approx(0.5, rel=0.05)
+    # ln 256 = 5.545 is what knowing nothing costs; a byte's score of itself, at most 0.5 sqrt(192) = 6.9, adds some.
+    text = torch.randint(0, 256, (4, 257))
+    assert 5.5 < next_byte_loss(model(text[:, :-1]), text[:, 1:]).item() < 6.5

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_memfit.hardware import measure_rates as module
-from lightning_memfit.hardware.measure_rates import measure_rates
+from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
 from lightning_memfit.hardware.rate_samples import Call, Halves, Sample, samples
 from lightning_memfit.hardware.rates import AllocatorRates, CallSeconds, DeviceRates, RateCurve
 from lightning_memfit.hardware.sampled_curves import SampledCurves
@@ -83,14 +83,29 @@ def whole() -> DeviceRates:
     return measure_rates(cache_dir=None, quantised=False)
 
 
+@pytest.fixture(autouse=True)
+def busy_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is kept, however much other processes disturb it."""
+    monkeypatch.setattr("lightning_memfit.hardware.measure_rates.MOST_NOISE", math.inf)
+
+
+@pytest.mark.usefixtures("few_samples")
+def test_rates_of_a_busy_machine_are_used_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memfit.hardware.measure_rates.MOST_NOISE", -1.0)
+    assert measure_rates(cache_dir=tmp_path, quantised=False).curves
+    assert list(tmp_path.glob("rates-*.json")) == []
+
+
 def test_every_kind_is_measured_in_both_dtypes_or_named_with_the_reason(whole: DeviceRates) -> None:
     wanted = {f"{sample.kind} {str(dtype).removeprefix('torch.')}" for sample in samples() for dtype in sample.dtypes}
     measured = {f"{kind} {dtype}" for kind, by_dtype in whole.curves.items() for dtype in by_dtype}
     missing = {reason.partition(":")[0] for reason in whole.unmeasured}
     assert measured | missing == wanted
-    assert {"elementwise float32", "matmul float32", "matmul bfloat16"} <= measured
-    # At least two sizes, so that there is a line between them.
-    assert all(len(curve.work) >= 2 for by_dtype in whole.curves.values() for curve in by_dtype.values())
+    assert "elementwise float32" in measured
+    if whole.noise <= MOST_NOISE:  # else other processes held calls up, and what they spoilt is left out
+        assert {"matmul float32", "matmul bfloat16"} <= measured
+        # At least two sizes, so that there is a line between them.
+        assert all(len(curve.work) >= 2 for by_dtype in whole.curves.values() for curve in by_dtype.values())
 
 
 def test_rates_say_what_they_are_of(whole: DeviceRates) -> None:

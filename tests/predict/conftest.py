@@ -75,19 +75,19 @@ class StepWriter:
     def save(self, storage: int) -> int:
         """Autograd saves a tensor; its number."""
         self.saved.append(SavedTensor(storage, True))
-        self._mark("saved", len(self.saved) - 1)
+        self.mark("saved", len(self.saved) - 1)
         return len(self.saved) - 1
 
     def unpack(self, *numbers: int) -> None:
         """A node asks for what was saved."""
         for number in numbers:
-            self._mark("unpacked", number)
+            self.mark("unpacked", number)
 
     def release(self, *numbers: int) -> None:
         """The node has returned, and autograd is done with it."""
         for kind in ("used", "released"):
             for number in numbers:
-                self._mark(kind, number)
+                self.mark(kind, number)
 
     def begin(
         self, module: str, *inputs: int, buffers: tuple[BufferCopy, ...] = (), obstacle: str | None = None
@@ -129,7 +129,8 @@ class StepWriter:
         self._next += 1
         return self._next - 1
 
-    def _mark(self, kind: Any, number: int) -> None:
+    def mark(self, kind: Any, number: int) -> None:
+        """Autograd does something with a saved tensor."""
         self.marks.append(Mark(kind, number, len(self.events)))
 
 

@@ -103,6 +103,16 @@ def test_a_slice_that_runs_more_is_no_pair(write: Write) -> None:
         pair_operations(step.record(8, 2))
 
 
+def test_operators_with_other_results_are_no_pair(write: Write) -> None:
+    step = write()
+    for sizes in ((8, 8), (2,)):
+        step.start_slice()
+        step.op(*sizes, name="split")
+        step.end_forward()
+    with pytest.raises(NotDerivableError, match="run different operators"):
+        pair_operations(step.record(8, 2))
+
+
 def test_one_slice_or_two_of_one_size_have_no_pairs(write: Write) -> None:
     step = write()
     step.start_slice()

@@ -57,6 +57,18 @@ def test_events_and_marks_have_one_order(write: Write) -> None:
     assert moments.used == {0: 14.0, 1: 10.0}
 
 
+def test_a_saved_tensor_that_lives_on_as_a_gradient_is_released_when_that_dies(write: Write) -> None:
+    step = write()
+    step.start_slice()
+    saved = step.save(step.op(8))  # 0, 1
+    step.end_forward()
+    step.unpack(saved)  # 2
+    step.mark("released", saved)  # 3
+    step.op(1)  # 4
+    step.mark("used", saved)  # 5
+    assert Moments(step.record(8)).released == (5.0,)
+
+
 def test_a_block_is_repeated_in_front_of_the_first_node_that_asks_up_to_the_last_tensor_saved(write: Write) -> None:
     record = one_block(write)
     (plan,) = recomputations(record, Moments(record))

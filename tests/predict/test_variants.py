@@ -194,6 +194,22 @@ def test_outputs_of_slices_that_are_not_followed_are_held_too(write: Write) -> N
     assert peak(variants, 4, 4, 4, 4) == 12 + 12 + 2 * 12
 
 
+def test_what_only_a_second_slice_would_let_go_of_lives_on_without_one(write: Write) -> None:
+    step = write()
+    kept: list[int] = []
+    for samples in (8, 2):
+        step.start_slice()
+        step.free(*kept)  # such as an attribute that every forward sets
+        kept = [step.op(10 * samples)]
+        step.end_forward()
+        step.free(step.op(samples))
+    step.phase = "gradient_clipping"
+    step.op(1)
+    variants = StepVariants(step.record(8, 2))
+    assert variants.memory(Variant(slice_sizes=(8, 2)), NO_STEP).by_phase["gradient_clipping"] == 20 + 1
+    assert variants.memory(Variant(slice_sizes=(8,)), NO_STEP).by_phase["gradient_clipping"] == 80 + 1
+
+
 def test_what_probing_found_counts_at_every_size(write: Write) -> None:
     step = write()
     for signature, samples in enumerate((8, 2)):
