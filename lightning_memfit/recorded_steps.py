@@ -107,7 +107,7 @@ class RecordedSteps:
     ) -> None:
         self._given, self._prober, self._rates = given, prober, rates
         self._blocks = tuple(blocks)
-        self._known: dict[tuple[Precision, tuple[int, ...]], Recorded | str] = {}
+        self._known: dict[tuple[Precision, tuple[int, ...], bool], Recorded | str] = {}
         self._on_their_own: set[tuple[Precision, tuple[int, ...]]] = set()
 
     def for_batch(self, given: GivenBatch) -> RecordedSteps:
@@ -147,6 +147,9 @@ class RecordedSteps:
         reasons: list[str] = []
         for sizes in self._choices(candidate.precision, variant):
             found = self._record(candidate.precision, sizes, program, floating)
+            if not isinstance(found, str) and found.variants.has_caches and variant.recomputed:
+                # Blocks that are not recomputed do get theirs: it holds what autograd holds of them anyway.
+                found = self._record(candidate.precision, sizes, program, floating, without_caches=True)
             reason = found if isinstance(found, str) else found.variants.size_obstacle(variant)
             if isinstance(found, str) or reason is not None:
                 reasons.append(str(reason))
@@ -170,23 +173,32 @@ class RecordedSteps:
         return list(dict.fromkeys((shared, own)))
 
     def _record(
-        self, precision: Precision, sizes: tuple[int, ...], program: StepProgram, floating: torch.dtype | None
+        self,
+        precision: Precision,
+        sizes: tuple[int, ...],
+        program: StepProgram,
+        floating: torch.dtype | None,
+        *,
+        without_caches: bool = False,
     ) -> Recorded | str:
-        key = precision, sizes
+        key = precision, sizes, without_caches
         if key not in self._known:
             try:
-                self._known[key] = self._recorded_now(sizes, program, floating)
+                self._known[key] = self._recorded_now(sizes, program, floating, without_caches)
             except (TraceError, BatchStructureError) as error:
                 self._known[key] = str(error)
         return self._known[key]
 
-    def _recorded_now(self, sizes: tuple[int, ...], program: StepProgram, floating: torch.dtype | None) -> Recorded:
+    def _recorded_now(
+        self, sizes: tuple[int, ...], program: StepProgram, floating: torch.dtype | None, without_caches: bool
+    ) -> Recorded:
         record = record_window(
             program,
             self._given.batch,
             slices_of=lambda batch: [self._given.slice_of(batch, size) for size in sizes],
             samples=sizes,
             blocks=self._blocks,
+            without_caches=without_caches,
             resident_batches=self._given.resident_batches,
             collect_signatures=self._prober is not None,
             floating=floating,

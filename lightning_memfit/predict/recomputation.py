@@ -115,7 +115,7 @@ def _recomputation(
         if record.marks[index].kind == "saved"
     ]
     begins = min((unpacked[number] for number, _ in saving if number in unpacked), default=math.inf)
-    obstacle = call.obstacle
+    obstacle = "it is given a key/value cache, and would not be where it is recomputed" if call.has_cache else None
     if obstacle is None and begins < moments.of_event[record.forward_ends[call.micro_step]]:
         obstacle = "its gradients are asked for within the forward"
     if obstacle is None and any(name == call.module or name.startswith(f"{call.module}.") for name in repeating):

@@ -91,6 +91,11 @@ class StepVariants:
         second = starts[1] if len(starts) > 1 else end
         self._second_slice = self._moments.of_event[second] - 0.5, self._moments.of_event[end] - 0.5
 
+    @property
+    def has_caches(self) -> bool:
+        """Whether blocks were given empty key/value caches, which they are not given where they are recomputed."""
+        return any(plan.call.has_cache for plan in self._plans)
+
     def obstacle(self, variant: Variant) -> str | None:
         """Why a variant cannot be told from the record; ``None`` if it can."""
         return self.size_obstacle(variant) or self.block_obstacle(variant)

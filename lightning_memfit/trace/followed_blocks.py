@@ -36,11 +36,14 @@ class FollowedBlocks:
         tracer: counts events and marks.
         module: the root of the qualified names.
         names: qualified names of the modules.
+        without_caches: give them no empty key/value caches, as checkpointing does.
     """
 
-    def __init__(self, tracer: SavedTensorTracer, module: nn.Module, names: Sequence[str]) -> None:
+    def __init__(
+        self, tracer: SavedTensorTracer, module: nn.Module, names: Sequence[str], *, without_caches: bool = False
+    ) -> None:
         self.calls: list[BlockCall] = []
-        self._tracer = tracer
+        self._tracer, self._without_caches = tracer, without_caches
         named = dict(module.named_modules(remove_duplicate=False))
         self._blocks = {id(named[name]): (name, named[name]) for name in names if name in named}
         self._changing: dict[tuple[int, bool], frozenset[int]] = {}
@@ -67,6 +70,9 @@ class FollowedBlocks:
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*given, *block.parameters())):
             return forward(*args, **kwargs)
         tracer, position = self._tracer, len(self.calls)
+        caches = [name for name, value in kwargs.items() if _is_empty_cache(value)]
+        if self._without_caches:
+            kwargs = {name: None if name in caches else value for name, value in kwargs.items()}
         started = BlockCall(
             module=name,
             micro_step=tracer.micro_step,
@@ -76,7 +82,7 @@ class FollowedBlocks:
             end_mark=len(tracer.marks),
             inputs=tracer.storages_of(given),
             buffers=(),
-            obstacle=_obstacle(kwargs),
+            has_cache=bool(caches) and not self._without_caches,
         )
         self.calls.append(started)
         buffers = [(part, buffer, buffer._version) for part, buffer in _buffers(block)]
@@ -120,10 +126,10 @@ class _FollowedForward:
         return self._blocks.call(self._name, self._block, self._forward, args, kwargs)
 
 
-def _obstacle(kwargs: dict[str, Any]) -> str | None:
-    # What checkpointing does to such a cache is for a trace to say: it takes another way through the block.
-    caches = [name for name, value in kwargs.items() if callable(getattr(value, "get_seq_length", None))]
-    return f"its argument {caches[0]!r} is a key/value cache, dropped where a block is recomputed" if caches else None
+def _is_empty_cache(value: Any) -> bool:
+    """Whether an argument is a key/value cache of transformers that holds nothing yet."""
+    length = getattr(value, "get_seq_length", None)
+    return callable(length) and not int(length())
 
 
 def _replaced(now: Sequence[torch.Tensor], index: int, buffer: torch.Tensor) -> bool:

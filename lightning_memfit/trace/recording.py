@@ -38,6 +38,7 @@ def record_window(
     slices_of: Callable[[Any], Sequence[Any]] = lambda batch: [batch],
     samples: Sequence[int],
     blocks: Sequence[str] = (),
+    without_caches: bool = False,
     resident_batches: int = 1,
     collect_signatures: bool = True,
     floating: torch.dtype | None = None,
@@ -50,6 +51,7 @@ def record_window(
         slices_of: the one or two slices of the batch that are followed; they may be of different sizes and overlap.
         samples: samples in each of them.
         blocks: qualified names of the modules that could be recomputed.
+        without_caches: give those modules no empty key/value caches, as recomputing them does.
         resident_batches: batches alive at the same time (2 where the loop prefetches one).
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module and the batch have this floating dtype, whatever they have now.
@@ -72,7 +74,7 @@ def record_window(
         add_module_residents(tracer, module)
         owned = _add_gradients(tracer, parameters)
         add_batch_residents(tracer, batches)
-        followed = FollowedBlocks(tracer, module, blocks)
+        followed = FollowedBlocks(tracer, module, blocks, without_caches=without_caches)
         observer = _RecordingObserver(tracer, parameters)
         recorded = replace(program, compute_loss=observer.observing(program.compute_loss))
         with followed.following(), tracer.following_modules():

@@ -65,8 +65,8 @@ class BlockCall(NamedTuple):
     """Storages of the tensors it was given."""
     buffers: tuple[BufferCopy, ...]
     """Buffers that checkpointing would copy."""
-    obstacle: str | None
-    """Why its recomputation cannot be derived; ``None`` if it can."""
+    has_cache: bool
+    """Whether it was given an empty key/value cache, which a recomputed call is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)

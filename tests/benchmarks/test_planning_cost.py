@@ -161,7 +161,7 @@ def test_a_whole_plan_is_made_and_counted(tmp_path: Path, monkeypatch: pytest.Mo
     plain = planning_case._with_memfit("125M", "32-true", planning_case.PLANNED_BATCH).predicted_peak_bytes
     cost = planning_case._whole_plan("125M", plain * 9 // 10, tmp_path)
     assert cost.predicted_peak_bytes <= cost.budget_bytes == plain * 9 // 10
-    assert cost.num_estimated > 20 and 1 <= cost.num_traced <= 4
+    assert cost.num_estimated >= 10 and 1 <= cost.num_traced <= 4
     assert "slices" in cost.chosen or "bf16" in cost.chosen or "zeroed early" in cost.chosen
 
 

@@ -89,13 +89,11 @@ class StepWriter:
             for number in numbers:
                 self.mark(kind, number)
 
-    def begin(
-        self, module: str, *inputs: int, buffers: tuple[BufferCopy, ...] = (), obstacle: str | None = None
-    ) -> None:
+    def begin(self, module: str, *inputs: int, buffers: tuple[BufferCopy, ...] = (), has_cache: bool = False) -> None:
         """A block is called."""
         self._open.append(len(self.blocks))
         place = (len(self.events), len(self.events), len(self.marks), len(self.marks))
-        self.blocks.append(BlockCall(module, len(self.starts) - 1, *place, inputs, buffers, obstacle))
+        self.blocks.append(BlockCall(module, len(self.starts) - 1, *place, inputs, buffers, has_cache))
         self.module = module
 
     def end(self) -> None:

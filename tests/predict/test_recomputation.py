@@ -96,13 +96,13 @@ def test_what_cannot_be_derived_says_why(write: Write, options: dict[str, bool],
     assert plan.obstacle == obstacle
 
 
-def test_an_obstacle_found_while_recording_stays(write: Write) -> None:
+def test_a_block_that_is_given_a_cache_is_another_one_where_it_is_recomputed(write: Write) -> None:
     step = write()
     step.start_slice()
-    step.begin("block", obstacle="it has a cache")
+    step.begin("block", has_cache=True)
     step.end()
     step.end_forward()
     record = step.record(8)
     (plan,) = recomputations(record, Moments(record))
-    assert plan.obstacle == "it has a cache"
+    assert plan.obstacle == "it is given a key/value cache, and would not be where it is recomputed"
     assert (plan.saved, plan.begins) == ((), math.inf)

@@ -79,13 +79,34 @@ def test_running_statistics_change_although_fakes_do_not_say_so() -> None:
     ] * 2
 
 
-def test_a_cache_that_checkpointing_would_drop_is_an_obstacle() -> None:
-    class Cache:
-        def get_seq_length(self) -> int:
-            return 0
+class Cache:
+    def __init__(self, length: int) -> None:
+        self.length = length
 
-    record = recorded(nn.Sequential(Block()), lambda m, x: m[0](x, cache=Cache()), "0")
-    assert record.blocks[0].obstacle == "its argument 'cache' is a key/value cache, dropped where a block is recomputed"
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+def test_an_empty_cache_is_noted_or_not_handed_on_as_where_a_block_is_recomputed() -> None:
+    given = []
+
+    class Cached(Block):
+        def forward(self, hidden: Tensor, *, scale: Tensor | None = None, cache: Any = None) -> Tensor:
+            given.append(cache)
+            return super().forward(hidden)
+
+    for length, without, noted, handed_on in (
+        (0, False, True, True), (0, True, False, False), (3, False, False, True), (3, True, False, True),
+    ):  # fmt: skip
+        module, cache = nn.Sequential(Cached()), Cache(length)
+        program = program_of(
+            module,
+            loss=lambda m, x, cache=cache: m[0](x, cache=cache).sum(),  # type: ignore[misc]
+            optimizer=torch.optim.SGD,
+        )
+        record = record_window(program, torch.zeros(4, 8), samples=(4,), blocks=("0",), without_caches=without)
+        assert record.blocks[0].has_cache is noted
+        assert (given[-1] is cache) is handed_on
 
 
 def test_calls_without_gradients_are_no_calls() -> None:
