@@ -75,13 +75,18 @@ _OUT_OF_MEMORY_TEXTS = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "invalid buffer size",
+    "could not create a primitive",
+    "could not create a memory",
+    "std::bad_alloc",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, on a device or on the host.
 
-    Texts as raised by torch's CPU allocator (``c10/core/impl/alloc_cpu.cpp``) and by CUDA's libraries.
+    Texts as raised by torch's CPU allocator (``c10/core/impl/alloc_cpu.cpp``), by CUDA's libraries, and by oneDNN where
+    it finds no memory for the code or the scratch of an operator. oneDNN says the same of an operator that it does not
+    have, which torch does not ask it for.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

@@ -185,7 +185,10 @@ class Proving:
     def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
         """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""
         budget, measured = self._prepared.budget, [forecast for forecast, measurement in failed if measurement]
-        best = min(measured or [forecast for forecast, _ in failed], key=lambda each: each.predicted_peak_bytes)
+        best = min(
+            measured or [forecast for forecast, _ in failed],
+            key=lambda each: (each.predicted_peak_bytes, each.memory.peak_allocated_bytes),
+        )
         message = no_fit_message(
             budget=budget,
             best=best,

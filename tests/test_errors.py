@@ -27,6 +27,8 @@ OUT_OF_MEMORY = {
     "HIP": RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."),
     "MPS": RuntimeError("MPS backend out of memory (MPS allocated: 17.94 GB, max allowed: 18.13 GB)."),
     "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "oneDNN": RuntimeError("could not create a primitive"),
+    "a C++ library": RuntimeError("std::bad_alloc"),
     "Python and numpy": MemoryError("Unable to allocate 8.00 GiB for an array with shape (1073741824,)"),
 }
 

@@ -7,6 +7,7 @@ Adapter for torch's profiler: touches ``_prepare_profiler``, ``_enable_profiler`
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import gc
@@ -287,31 +288,35 @@ class _RssSampler:
         self.peak_bytes: int | None = None
         self._mark = 0
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._started = False
 
     def start(self) -> None:
         resident = _resident_set()
         if resident is None:
             return
         self.peak_bytes, self._mark = resident, _high_water_mark()
-        self._stopping.clear()
-        self._thread = threading.Thread(target=self._run, name="memfit-rss", daemon=True)
-        self._thread.start()
+        self._stopping, self._ended = threading.Event(), threading.Event()
+        # Not a threading.Thread: its start() waits for ever for a thread that finds no memory for its first frame.
+        with contextlib.suppress(RuntimeError):  # no memory for its stack: the kernel's mark alone is read
+            _thread.start_new_thread(self._run, (self._stopping, self._ended))
+        self._started = True
 
     def stop(self) -> None:
-        if self._thread is None:
+        if not self._started:
             return
         self._stopping.set()
-        self._thread.join()
-        self._thread = None
+        self._ended.wait(_SAMPLING_SECONDS * 10)
+        self._started = False
         self._sample()
         mark = _high_water_mark()
         if mark > self._mark:
             self.peak_bytes = max(self.peak_bytes or 0, mark)
 
-    def _run(self) -> None:
-        while not self._stopping.wait(_SAMPLING_SECONDS):
+    def _run(self, stopping: threading.Event, ended: threading.Event) -> None:
+        while not stopping.wait(_SAMPLING_SECONDS):
             self._sample()
+        ended.set()
 
     def _sample(self) -> None:
         self.peak_bytes = max(self.peak_bytes or 0, _resident_set() or 0)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from lightning_memfit.plan import Budget, Candidate, Forecast, Measurement
 from lightning_memfit.units import format_bytes
 
-OUT_OF_MEMORY_SHARE = 0.05
-"""How far above the prediction a peak is taken to be that ended in an out-of-memory error and has no number."""
+OUT_OF_MEMORY_SHARE = 0.1
+"""How far above the budget, or the prediction where that is higher, a peak is taken to be that ended in an
+out-of-memory error and has no number. The next plan must need clearly less: another that just fits would fail too."""
 FAR_BELOW_SHARE = 0.02
 """How far below the prediction a measured peak must be before the search is repeated with what was learnt."""
 
@@ -36,7 +37,7 @@ def judge(forecast: Forecast, measurement: Measurement | None, budget: Budget) -
     """
     predicted = forecast.memory.peak_allocated_bytes
     if measurement is None:
-        assumed = max(budget.budget_bytes, int(predicted * (1 + OUT_OF_MEMORY_SHARE))) + 1
+        assumed = int(max(budget.budget_bytes, predicted) * (1 + OUT_OF_MEMORY_SHARE)) + 1
         return Verdict(fits=False, correction_bytes=assumed - predicted, reason="the warm-up ran out of memory")
     measured = measurement.measured_peak_allocated_bytes
     over = measured - budget.budget_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,7 +122,20 @@ def test_the_resident_set_is_sampled_and_the_thread_ends() -> None:
         block.add_(1)
     assert meter.peak_rss_bytes is not None
     assert meter.peak_rss_bytes > 32 * KIB * KIB
-    assert not [thread for thread in threading.enumerate() if thread.name == "memfit-rss"]
+    assert meter._rss._ended.is_set()
+
+
+@pytest.mark.parametrize("how", ["no stack", "no first frame"])
+def test_a_thread_for_which_there_is_no_memory_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def start(*_: Any) -> None:
+        if how == "no stack":
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    with AllocationMeter(0) as meter:
+        torch.ones(8)
+    assert meter.peak_rss_bytes is not None
+    assert meter.peak_rss_bytes > 32 * KIB * KIB
 
 
 def test_a_second_measurement_does_not_see_blocks_of_the_first() -> None:

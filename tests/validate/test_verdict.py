@@ -42,8 +42,8 @@ def test_one_byte_above_the_budget_does_not_stand() -> None:
 
 
 def test_a_warm_up_that_ran_out_of_memory_is_taken_to_be_above_budget_and_prediction() -> None:
-    assert judge(forecast(900), None, BUDGET).correction_bytes == 101  # 1000 + 1 - 900
-    assert judge(forecast(2000), None, BUDGET).correction_bytes == 101  # 2000 x 1.05 + 1 - 2000
+    assert judge(forecast(900), None, BUDGET).correction_bytes == 201  # 1000 x 1.1 + 1 - 900
+    assert judge(forecast(2000), None, BUDGET).correction_bytes == 201  # 2000 x 1.1 + 1 - 2000
     assert not judge(forecast(1), None, BUDGET).fits
 
 
