@@ -42,7 +42,7 @@ class ByteGPT(NextByteModel):
         max_sequence_length: int = 256,
         dropout: float = 0.0,
         tie_head: bool = True,
-        learning_rate: float = 4e-3,
+        learning_rate: float = 3e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
     ) -> None:

@@ -79,7 +79,7 @@ class HFCausalLM(NextByteModel):
         self,
         model_type: str = "llama",
         sizes: Mapping[str, Any] | None = None,
-        learning_rate: float = 2e-3,
+        learning_rate: float = 3e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
     ) -> None:

@@ -1,4 +1,7 @@
-"""Measures how fast this device is, in about a second, and remembers it."""
+"""Measures how fast this device is, in about a second, and remembers it.
+
+Adapter for a private name of torch: ``torch._C._has_mkldnn``.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ def measure_rates(
 ) -> DeviceRates:
     """Measure the device, or read what was measured before.
 
-    The result is kept per processor, torch version, instruction set, number of threads and allocator. Random states,
-    the switches of gradients and autocast, and the default dtype are left as they are.
+    The result is kept per processor, torch version, instruction set, number of threads, precision of float32 products
+    and allocator, unless the machine was too disturbed. Random states, the switches of gradients and autocast, and the
+    default dtype are left as they are.
 
     Args:
         cache_dir: directory of the results' files; ``None`` measures anew.
@@ -110,9 +114,9 @@ def _allocator_rates(clock: Clock) -> AllocatorRates:
     occupied = torch.empty(_LARGE_BLOCK_BYTES, dtype=torch.uint8)
     first, *further = _fill_times(clock)
     largest: int | None = None
-    if _comes_anew(_SMALL_BLOCK_BYTES):
+    if _comes_anew(_SMALL_BLOCK_BYTES, tries=10):
         largest = 0
-    elif _comes_anew(_LARGE_BLOCK_BYTES):
+    elif _comes_anew(_LARGE_BLOCK_BYTES, tries=3):
         largest = _GLIBC_LARGEST_BLOCK_BYTES
     del occupied
     return AllocatorRates(
@@ -126,19 +130,21 @@ def _fill_times(clock: Clock) -> list[float]:
     return [seconds_of(lambda: block.fill_(1), 1, clock) for _ in range(4)]
 
 
-def _comes_anew(size: int) -> bool:
-    """Whether a block that was freed is fetched from the system when it is asked for again."""
+def _comes_anew(size: int, *, tries: int) -> bool:
+    """Whether a block that was freed is fetched from the system every time that it is asked for again."""
     try:
         import resource  # not on Windows
     except ImportError:
         return False
-    for _ in range(4):  # the first ones teach the allocator what size is common, and let its heap grow
+    fetched = []
+    for _ in range(tries):
         block = torch.empty(size, dtype=torch.uint8)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         block.fill_(1)
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        fetched.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
         del block
-    return faults * resource.getpagesize() > size // 2
+    # The first ones teach the allocator what size is common, and let its heap grow.
+    return min(fetched) > size // 2
 
 
 # The cache
@@ -153,7 +159,8 @@ def _environment_key(clock: Clock) -> str:
         platform.machine(),
         str(torch.__version__),
         torch.backends.cpu.get_cpu_capability(),
-        str(torch._C._has_mkldnn),
+        str(torch._C._has_mkldnn and torch.backends.mkldnn.enabled),
+        torch.get_float32_matmul_precision(),
         str(torch.get_num_threads()),
         *(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_ALLOCATOR_SETTINGS)),
         clock.__name__,

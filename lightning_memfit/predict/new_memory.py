@@ -7,9 +7,9 @@ from collections.abc import Callable
 from lightning_memfit.hardware.rates import AllocatorRates
 from lightning_memfit.trace.timeline import Free, Timeline
 
-_KEPT_AT_THE_TOP_BYTES = 32 * 2**20
+_KEPT_AT_THE_TOP_BYTES = 64 * 2**20
 """Free bytes at the top of the heap from which on it is cut back. Source: glibc ``malloc/malloc.c``: its threshold is
-twice the largest mapped block that was freed so far, here taken to be 16 MiB, and never more than 64 MiB."""
+twice the largest mapped block that was freed so far, of at most 32 MiB, and building a model frees large ones."""
 
 
 def new_bytes(timeline: Timeline, allocator: AllocatorRates, repeats: Callable[[int, str], float]) -> float:

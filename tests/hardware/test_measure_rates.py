@@ -79,8 +79,11 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole() -> DeviceRates:
-    """The real thing, once; it takes a second on a quiet machine."""
-    return measure_rates(cache_dir=None, quantised=False)
+    """The real thing, once; it takes a second on a quiet machine. Nothing in it may draw from the global generator."""
+    before = torch.get_rng_state()
+    found = measure_rates(cache_dir=None, quantised=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +187,17 @@ def test_settings_of_the_allocator_are_measured_anew(
     measure_rates(cache_dir=tmp_path, quantised=False)
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1000000")
     measure_rates(cache_dir=tmp_path, quantised=False)
+    assert len(measurements) == 2
+
+
+def test_products_in_another_precision_are_measured_anew(tmp_path: Path, measurements: Measurements) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            measure_rates(cache_dir=tmp_path, quantised=False)
+    finally:
+        torch.set_float32_matmul_precision(before)
     assert len(measurements) == 2
 
 

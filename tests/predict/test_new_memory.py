@@ -44,20 +44,20 @@ def test_where_no_block_is_kept_every_block_is_fetched() -> None:
 
 
 def test_a_heap_that_stays_below_its_threshold_is_kept() -> None:
-    # 30 MiB come and go: less than 32 MiB free at the top.
-    assert fetched(allocate(1, 10), allocate(2, 20), free(2), free(1), resident=50) == 0
+    # 60 MiB come and go: less than 64 MiB free at the top.
+    assert fetched(allocate(1, 30), allocate(2, 30), free(2), free(1), resident=50) == 0
 
 
 def test_a_heap_that_grows_beyond_its_threshold_is_cut_back_and_grows_again() -> None:
-    # 48 MiB come. When the third goes, 16 are free at the top, then 32, then 48: more than 32, all goes back.
-    step = [allocate(1, 16), allocate(2, 16), allocate(3, 16), free(3), free(2), free(1)]
-    assert fetched(*step, resident=50) == 48
+    # 72 MiB come. When the third goes, 24 are free at the top, then 48, then 72: more than 64, all goes back.
+    step = [allocate(1, 24), allocate(2, 24), allocate(3, 24), free(3), free(2), free(1)]
+    assert fetched(*step, resident=50) == 72
 
 
 def test_what_was_alive_while_a_library_computed_is_never_cut_off() -> None:
-    # The product runs while 32 MiB are alive: only the 16 above are fetched again.
-    step = [allocate(1, 16), allocate(2, 16, flops=1), allocate(3, 16), free(3), free(2), free(1)]
-    assert fetched(*step) == 16
+    # The product runs while 48 MiB are alive: only the 24 above are fetched again.
+    step = [allocate(1, 24), allocate(2, 24, flops=1), allocate(3, 24), free(3), free(2), free(1)]
+    assert fetched(*step) == 24
 
 
 def test_a_slice_that_stands_for_others_fetches_as_often_as_they_do() -> None:
