@@ -4,9 +4,12 @@ from lightning_memfit._version import __version__
 from lightning_memfit.errors import (
     BatchArithmeticError,
     BatchStructureError,
+    CheckpointFormatError,
     ConfigurationError,
     MemFitError,
     NoFeasiblePlanError,
+    PlanFileError,
+    StalePlanError,
     TraceError,
     UnsupportedError,
 )
@@ -20,6 +23,7 @@ from lightning_memfit.trace.timeline import Timeline
 __all__ = [
     "BatchArithmeticError",
     "BatchStructureError",
+    "CheckpointFormatError",
     "ConfigurationError",
     "DeviceSpec",
     "Measurement",
@@ -28,6 +32,8 @@ __all__ = [
     "MemoryBreakdown",
     "NoFeasiblePlanError",
     "Plan",
+    "PlanFileError",
+    "StalePlanError",
     "Timeline",
     "TraceError",
     "UnsupportedError",

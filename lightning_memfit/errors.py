@@ -32,6 +32,10 @@ class PlanFileError(ConfigurationError):
     """A plan in a file, a mapping or a checkpoint cannot be used; the message names where it is, the field and why."""
 
 
+class CheckpointFormatError(ConfigurationError):
+    """Saved optimizer states cannot go on in the optimizer of this run; nothing was changed."""
+
+
 class StalePlanError(ConfigurationError):
     """A plan was made for something else than this run; the message names what differs, as planned and as it is now.
 

@@ -216,7 +216,7 @@ class Forecaster:
             recomputed_flops=recomputed_flops,
             predicted_step_seconds=_whole(recorded.seconds, variant, step.seconds),
             confirmed=False,
-            notes=tuple(dict.fromkeys((*recorded.notes, *step.timeline.notes))),
+            notes=tuple(dict.fromkeys((*recorded.notes, *step.notes))),
         )
 
     def _step(self, candidate: Candidate, gradients: _Layouts) -> _OptimizerStep:
@@ -230,8 +230,9 @@ class Forecaster:
                     collect_signatures=self._prober is not None,
                     floating=_floating(candidate),
                 )
-            cost = optimizer_step_cost(step, self._probe(step.signatures).results)
-            self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(step))
+            probes = self._probe(step.signatures)
+            cost = optimizer_step_cost(step, probes.results)
+            self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(step), (*step.notes, *probes.notes))
         return self._steps[key]
 
     def _slices_of(self, candidate: Candidate) -> StepProgram:
@@ -309,6 +310,7 @@ class _OptimizerStep(NamedTuple):
     timeline: Timeline
     cost: OptimizerStepCost
     seconds: StepSeconds | None
+    notes: tuple[str, ...]
 
 
 def _whole(window: VariantSeconds | None, variant: Variant, step: StepSeconds | None) -> float | None:

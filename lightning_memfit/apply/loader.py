@@ -244,20 +244,10 @@ class TrainLoader:
         return self._rebuilt[1]
 
 
-def request_validation_batch(trainer: Any) -> Any | None:
-    """The first batch of the first validation loader that has one; ``None`` if nothing validates.
-
-    Like :func:`scan_validation_batches`, which see, but it looks no further.
-    """
-    found = scan_validation_batches(trainer, ScanLimits(max_batches=1), first_only=True)
-    return None if found is None else found.batch
-
-
 def scan_validation_batches(
     trainer: Any,
     limits: ScanLimits,
     *,
-    first_only: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> ScannedBatch | None:
     """The largest batch of any validation loader, without a trace; ``None`` if the run does not validate.
@@ -268,7 +258,6 @@ def scan_validation_batches(
     Args:
         trainer: the Trainer, fitting.
         limits: where to end; the seconds are for all loaders together, the batches for each.
-        first_only: end with the first loader that has a batch.
         clock: tells seconds.
     """
     if not trainer.enable_validation or trainer.limit_val_batches == 0 or _never_validates(trainer):
@@ -284,7 +273,7 @@ def scan_validation_batches(
         for look, bounds in zip(looks, _validation_bounds(trainer, members, limits, clock), strict=True)
     ]
     if mode_of(loaders) == "sequential":
-        found = _largest(looks, scans, move, first_only=first_only)
+        found = _largest(looks, scans, move)
     else:
         found = _side_by_side(loaders, looks, scans, move)
     delivered = [look.deliver() for look in looks]
@@ -317,7 +306,7 @@ def _validation_bounds(
     ]
 
 
-def _largest(looks: list[Look], scans: list[Scan], move: Move | None, *, first_only: bool) -> ScannedBatch | None:
+def _largest(looks: list[Look], scans: list[Scan], move: Move | None) -> ScannedBatch | None:
     """The largest batch of loaders that are read one after another."""
     largest: ScannedBatch | None = None
     for index, (look, scan) in enumerate(zip(looks, scans, strict=True)):
@@ -326,8 +315,6 @@ def _largest(looks: list[Look], scans: list[Scan], move: Move | None, *, first_o
             continue
         if largest is None or measure(found[0].batch).num_bytes > measure(largest.batch).num_bytes:
             largest = replace(found[0], dataloader_idx=index)
-        if first_only:
-            break
     return largest
 
 

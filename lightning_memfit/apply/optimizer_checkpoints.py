@@ -34,17 +34,13 @@ from lightning_memfit.apply.optimizer_formats import (
     update_rule,
     without_form,
 )
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import CheckpointFormatError
 
 FLAGS = ("foreach", "fused")
 """What chooses the implementation of a step, and is written into every checkpoint."""
 
 _SLOTS = ("state1", "state2")
 _AS_CONFIGURED = "Resume with optimizer_states='as-configured'"
-
-
-class CheckpointFormatError(ConfigurationError):
-    """Saved optimizer states cannot go on in the optimizer of this run; nothing was changed."""
 
 
 @dataclass(frozen=True, kw_only=True)

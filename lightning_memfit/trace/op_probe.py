@@ -68,7 +68,11 @@ class OperatorProber:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                },
             )
             assert self._process.stdin is not None
             settings = {"threads": torch.get_num_threads(), "largest_bytes": self._largest_bytes}
@@ -171,6 +175,11 @@ class OperatorProber:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+def _python_path() -> str:
+    """Where the child process finds this package too, if it was never installed."""
+    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_WORKER.parents[2]))))
 
 
 def _shapes_in(value: Any) -> list[TensorShape]:

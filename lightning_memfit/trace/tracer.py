@@ -1,7 +1,7 @@
 """The dispatch mode that follows storages: every allocation and free of whatever runs inside it.
 
 Adapter for private names of torch: ``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node``,
-``torch._C._autograd._get_sequence_nr``, ``UntypedStorage._cdata`` and ``Tensor._is_view``.
+``torch._C._autograd._get_sequence_nr``, ``UntypedStorage._cdata``, ``Tensor._is_view`` and ``FakeTensor.fake_device``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +36,7 @@ from lightning_memfit.trace.timeline import (
 
 _aten = torch.ops.aten
 _ADD = _aten.add.Tensor
+_DEVICE = torch.ops.prim.device.default
 _READ_SCALAR = _aten._local_scalar_dense.default
 _LATE_STEP = 1000
 _LAST_SEQUENCE_NUMBER = 2**63
@@ -163,6 +165,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operator and note what it allocated."""
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if func is _READ_SCALAR:
             return self._answer_scalar(args[0])
         if func.namespace in _NOT_COMPUTING:

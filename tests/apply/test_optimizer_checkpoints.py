@@ -15,7 +15,6 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from lightning_memfit.apply.optimizer_checkpoints import (
-    CheckpointFormatError,
     adapt_optimizer_states,
     adapt_saved_state,
     as_configured_groups,
@@ -25,6 +24,7 @@ from lightning_memfit.apply.optimizer_checkpoints import (
 from lightning_memfit.apply.optimizer_formats import QUANTISED, Moment, dequantised, quantised
 from lightning_memfit.apply.optimizer_swap import swap_optimizer
 from lightning_memfit.apply.quantised_states import quantise
+from lightning_memfit.errors import CheckpointFormatError
 from lightning_memfit.upstream import NAMESPACES
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, whose states these are")

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "lightning_memfit"
-PURE = ("plan.py", "errors.py", "units.py", "hardware/device.py", "trace/timeline.py", "validate/verdict.py")
+PURE = (
+    "plan.py", "measurement.py", "plan_file.py", "plan_schema.py", "contest.py", "errors.py", "units.py",
+    "hardware/device.py", "hardware/rates.py", "trace/timeline.py", "validate/verdict.py",
+)  # fmt: skip
 PURE_ROOMS = ("predict", "search")
 NOT_IN_PURE = ("lightning", "pytorch_lightning", "omegaconf", "hydra")
 OPTIONAL = ("hydra", "omegaconf", "bitsandbytes", "deepspeed", "matplotlib", "torchao", "transformers")
