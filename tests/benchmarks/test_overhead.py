@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,10 @@ def test_a_workload_without_a_target_is_only_reported() -> None:
     without = measured(1.2, 0.1, has_target=False)
     assert not without.is_undecided
     assert verdict(without) == "small GPT: +20.00 %, no target"
+
+
+@pytest.mark.parametrize("workload", overhead.WORKLOADS, ids=lambda workload: workload.name)
+def test_the_plan_of_every_workload_changes_nothing(workload: overhead.Workload, tmp_path: Path) -> None:
+    timer = overhead.StepTimer()
+    overhead._fit(workload, timer, 2, tmp_path, with_memfit=True)  # raises where the plan has a lever
+    assert timer.step.seconds > 0
