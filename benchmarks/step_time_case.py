@@ -39,7 +39,7 @@ CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "processor": time.proc
 
 _TIMED_STEPS = 2
 """Steps that are timed in a row, after one that is not: every other candidate ran before."""
-_UNTIMED_ROUNDS = 1  # the first step creates the optimizer's states, the allocator's heap and oneDNN's kernels
+_UNTIMED_ROUNDS = 2  # steps create the states of optimizers, grow the heap and compile the kernels of oneDNN
 
 # Slices, checkpointing, precision and implementation of the optimizer's step; None: states in 8 bits.
 _SETTINGS: tuple[tuple[int, str, str, str | None], ...] = (

@@ -103,7 +103,7 @@ def detach_tensors(value: Any) -> Any:
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same tree with ``function`` of every tensor.
 
-    Of an object of an unknown class the attributes that are tensors, lists, tuples or dicts are looked into, so that a
+    Of an object of an unknown class the attributes that are tensors, lists, tuples or mappings are looked into, so that a
     batch class of the user's own is seen; such an object inside another is not.
     """
     return _map(batch, function, inside_objects=True)
@@ -313,7 +313,7 @@ def _attributes(node: Any) -> dict[str, Any]:
     if isinstance(node, (*_SAME_FOR_ALL, type, torch.nn.Module)) or callable(node):
         return {}
     held = getattr(node, "__dict__", {})
-    return {name: value for name, value in held.items() if isinstance(value, (Tensor, list, tuple, dict))}
+    return {name: value for name, value in held.items() if isinstance(value, (Tensor, list, tuple, Mapping))}
 
 
 def _rebuild(node: Any, children: list[Any]) -> Any:

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_memfit.apply.loader import TrainLoader, forget_validation_loader
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.batch_functions import BatchFunctions
+from lightning_memfit.hardware.measure_rates import forget_rates
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Measurement, Plan, PlanRequest
 from lightning_memfit.planning import Announce, Planning
@@ -19,6 +21,10 @@ from lightning_memfit.preparation import WorstBatch, prepare
 from lightning_memfit.proving import Proving, Report
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.undo import set_instance_attribute
+
+_DISPROVED = 4
+"""Predicted over measured seconds of a step from which on the device's rates are taken to be wrong. (Below, it may be
+what a prediction leaves out: callbacks, logging, Lightning's own loop.)"""
 
 
 class FitSession:
@@ -129,26 +135,37 @@ class FitSession:
         planning = self._planned
         planning.announce = announce
         proving = Proving(planning, self._levers, planning.prepared.validation_batch())
-        self.plan, self.measurement = proving.prove(self._chosen, report)
+        plan, self.measurement = proving.prove(self._chosen, report)
+        self.plan = self._rates_doubted(plan, self.measurement)
         self._prober.close()
 
     def keep_out_of(self, checkpoint: dict[str, Any]) -> None:
         """Save optimizers as the user configured them, whatever implementation runs their step."""
         self._levers.keep_out_of(checkpoint)
 
-    def keep_on_after(self, checkpoint: dict[str, Any]) -> None:
-        """Let what is restored not turn the levers of the optimizer off."""
-        self._levers.keep_on_after(checkpoint)
-
     def undo(self) -> None:
         """Take every lever back, and end what was started. Calling it twice is harmless."""
-        self._levers.end()
-        self._run_levers.close()
-        self._prober.close()
-        if self._loader is not None:
-            self._loader.close()
-            forget_validation_loader(self.trainer)
         self._planning = None
+        with ExitStack() as ending:  # last in, first out, also where one of them raises
+            if self._loader is not None:
+                ending.callback(forget_validation_loader, self.trainer)
+                ending.callback(self._loader.close)
+            ending.callback(self._prober.close)
+            ending.callback(self._run_levers.close)
+            ending.callback(self._levers.end)
+
+    def _rates_doubted(self, plan: Plan, measurement: Measurement) -> Plan:
+        """Forget rates by which the step should have taken several times as long as it did."""
+        predicted, measured = plan.forecast.predicted_step_seconds, measurement.measured_step_seconds
+        if self._cache_dir is None or predicted is None or predicted <= _DISPROVED * measured:
+            return plan
+        forget_rates(self._cache_dir)
+        note = (
+            f"the step was predicted to take {predicted / measured:.0f} times as long as it does, so that what was "
+            "chosen by speed is doubtful: the device's rates were measured while it was disturbed; the next run "
+            "measures them anew"
+        )
+        return replace(plan, notes=(*plan.notes, note))
 
     @property
     def _chosen(self) -> Plan:

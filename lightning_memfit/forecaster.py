@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts, faked_quantisation, optimizer_facts, with_levers
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
-from lightning_memfit.errors import BatchStructureError, ConfigurationError, MemFitError, TraceError
+from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.fingerprint import optimizer_words
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, Precision
 from lightning_memfit.predict.memory import predict_memory
@@ -103,8 +103,6 @@ class Forecaster:
             try:
                 return self._traced(candidate)
             except TraceError as error:
-                if isinstance(error.__cause__, MemFitError):  # what the user set, not what cannot be traced
-                    raise error.__cause__ from None
                 self.untraceable = str(error)
         return self._measured_small(candidate)
 

@@ -28,7 +28,6 @@ from lightning_memfit.plan import (
     Plan,
     PlanRequest,
     Precision,
-    balanced_slices,
 )
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.checkpointing import find_repeated_blocks, match_modules
@@ -38,6 +37,7 @@ from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.training_step import LossFunction, OptimizerFactory, program_of
 from lightning_memfit.units import parse_bytes
+from lightning_memfit.validate.splittable import batch_norm_obstacle
 
 
 def trace_step(
@@ -211,7 +211,10 @@ def make_plan(
             loader_batch_size=samples,
             accumulate_grad_batches=whole.accumulate_grad_batches,
         )
-        return dataclasses.replace(found.plan, fingerprint=fingerprint)
+        notes = found.plan.notes
+        if found.plan.split.num_slices > 1:
+            notes += ("slices were not compared with the undivided batch; MemFit compares them before it trains",)
+        return dataclasses.replace(found.plan, fingerprint=fingerprint, notes=notes)
 
 
 def resident_bytes(module: nn.Module, batch: Any) -> int:
@@ -231,18 +234,25 @@ def _forecaster(
     return Forecaster(program_of(module, loss=loss, optimizer=optimizer), batch, prober=prober, rates=rates)
 
 
+def device_precisions(device: DeviceSpec) -> tuple[Precision, ...]:
+    """What ``precision="auto"`` may choose from: what a plain Trainer does, and mixed precision where it works."""
+    return ("32-true", "bf16-mixed") if "bf16-mixed" in device.supported_precisions else ("32-true",)
+
+
 def _space(
     module: nn.Module, request: PlanRequest, whole: BatchSplit, forecaster: Forecaster, spec: DeviceSpec
 ) -> SearchSpace:
     asked = request.activation_checkpointing
     facts = forecaster.facts
-    mixed: tuple[Precision, ...] = ("bf16-mixed",) if "bf16-mixed" in spec.supported_precisions else ()
+    obstacle = batch_norm_obstacle(module)
+    slicing_reason = None if obstacle is None else f"not sliced: {obstacle}"
     return search_space(
         request,
         whole,
         blocks=find_repeated_blocks(module),
         matched=match_modules(module, asked) if isinstance(asked, tuple) else (),
-        precisions=("32-true", *mixed),
+        slicing_reason=slicing_reason,
+        precisions=device_precisions(spec),
         implementations=facts.implementations,
         states_reason=facts.quantisation_obstacle,
     )
@@ -259,7 +269,22 @@ def _one_candidate(
     optimizer_implementation: OptimizerImplementation,
     micro_batch_size: int | None,
 ) -> PlanRequest:
-    """A request that leaves nothing to choose."""
+    """A request that leaves nothing to choose.
+
+    Raises:
+        ConfigurationError: if a setting is left open.
+    """
+    settings = {
+        "precision": precision,
+        "activation_checkpointing": activation_checkpointing,
+        "optimizer_states": optimizer_states,
+        "optimizer_implementation": optimizer_implementation,
+    }
+    for name, value in settings.items():
+        if value == "auto":
+            raise ConfigurationError(
+                f"{name}='auto' leaves a choice, and a forecast is of one setting. Name one, or let make_plan choose."
+            )
     return PlanRequest(
         precision=precision,
         activation_checkpointing=_checkpointing_request(activation_checkpointing),
@@ -281,9 +306,7 @@ def _candidate(module: nn.Module, batch: Any, request: PlanRequest, forecaster: 
         states_reason=forecaster.facts.quantisation_obstacle if request.optimizer_states == "8bit" else None,
     )
     setting = next(setting for tier in TIERS for setting in space.settings(tier))
-    count = space.num_slices[0] if request.micro_batch_size is not None else 1
-    candidate = space.candidate(setting, count, zero_gradients_early=False)
-    return dataclasses.replace(candidate, split=dataclasses.replace(whole, slice_sizes=balanced_slices(samples, count)))
+    return space.candidate(setting, space.num_slices[0], zero_gradients_early=False)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args
 
 from lightning_memfit.errors import BatchArithmeticError, ConfigurationError
@@ -82,6 +83,8 @@ class PlanRequest:
         _check_count("effective_batch_size", self.effective_batch_size)
         _check_count("micro_batch_size", self.micro_batch_size)
         _check_count("max_length", self.max_length)
+        _check_count("budget", self.budget)
+        _check_count("headroom", self.headroom, least=0)
         _check_choice("precision", self.precision, (None, *get_args(Precision)))
         if isinstance(self.activation_checkpointing, str):
             _check_choice("activation_checkpointing", self.activation_checkpointing, ("auto", "none", "blocks"))
@@ -99,15 +102,18 @@ class PlanRequest:
                 f"num_profiled_steps={self.num_profiled_steps} is too few: optimizers create their states in the first "
                 "step, so that only the second shows the whole peak. Use 2 or more."
             )
-        if self.planning_seconds is not None and not self.planning_seconds > 0:
-            raise ConfigurationError(f"planning_seconds={self.planning_seconds!r} must be more than 0 seconds.")
+        seconds = self.planning_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, NoneType)):
+            raise ConfigurationError(f"planning_seconds={seconds!r} must be a number of seconds, or be left out.")
+        if seconds is not None and not seconds > 0:
+            raise ConfigurationError(f"planning_seconds={seconds!r} must be more than 0 seconds.")
 
 
-def _check_count(setting: str, value: object) -> None:
+def _check_count(setting: str, value: object, *, least: int = 1) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{setting}={value!r} must be a whole number of at least 1, or be left out.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{setting}={value!r} must be a whole number of at least {least}, or be left out.")
 
 
 def _check_choice(setting: str, value: object, choices: tuple[object, ...]) -> None:

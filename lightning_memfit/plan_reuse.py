@@ -17,8 +17,6 @@ from lightning_memfit.units import format_bytes
 CHECKPOINT_KEY = "MemFit"
 """Entry of a Lightning checkpoint that holds the plan. A plain Trainer does not look at it."""
 
-# An optimizer that cannot be quantised, or has one implementation only, is named and left: the plan has answered.
-_MAY_BE_LEFT = ("optimizer_states", "optimizer_implementation", "activation_checkpointing")
 _WAY_OUT = "Change the settings, or plan again: leave plan= out."
 
 
@@ -126,7 +124,7 @@ def _conflicts(plan: Plan, request: PlanRequest, budget: Budget | None) -> Itera
         planned["optimizer_implementation"] = plan.candidate.optimizer_implementation
     for setting, value in planned.items():
         pinned = getattr(request, setting)
-        if pinned not in (None, "auto", value) and not _asked_then(plan, request, setting):
+        if pinned not in (None, "auto", value):
             yield f"{setting}={pinned!r} is set, and the plan has {value!r}"
     yield from _checkpointing_conflict(plan, request)
     yield from _slicing_conflict(plan, request)
@@ -134,14 +132,9 @@ def _conflicts(plan: Plan, request: PlanRequest, budget: Budget | None) -> Itera
     yield from _budget_conflict(plan, request, budget)
 
 
-def _asked_then(plan: Plan, request: PlanRequest, setting: str) -> bool:
-    """Whether the plan was made with this very setting, and did what can be done."""
-    return setting in _MAY_BE_LEFT and bool(getattr(plan.request, setting) == getattr(request, setting))
-
-
 def _checkpointing_conflict(plan: Plan, request: PlanRequest) -> Iterator[str]:
     asked, planned = request.activation_checkpointing, plan.candidate.activation_checkpointing
-    if asked in ("auto", planned) or _asked_then(plan, request, "activation_checkpointing"):
+    if asked in ("auto", planned, plan.request.activation_checkpointing):
         return
     if not isinstance(asked, tuple):
         yield f"activation_checkpointing={asked!r} is set, and the plan has {planned!r}"

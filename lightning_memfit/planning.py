@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_memfit.apply.stepping_batches import answering_num_batches
+from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Candidate, Forecast, Plan
@@ -20,6 +21,9 @@ from lightning_memfit.validate.verdict import expected_correction
 
 Announce = Callable[[str], None]
 """Is told, in a few words, what is being done now."""
+
+
+_NOT_COMPARED = "allow_inexact_slicing=True: slices were not compared with the undivided batch"
 
 
 class Planning:
@@ -47,11 +51,11 @@ class Planning:
         self.contenders: tuple[Forecast, ...] = ()
         self.corrections: dict[Candidate, int] = {}
         self._deadline = deadline
-        self._notes = prepared.notes
         self._slices_compared = False
         with _planned_lengths(prepared):
             self.prepared = prepared.of_the_more_demanding_batch()
             self._fingerprint = dict(self.prepared.fingerprint())
+        self._notes = (*self.prepared.notes, *self.prepared.scan_notes)
         self.space = self._space_given(self.prepared.guard.visible_obstacle())
 
     def search(self) -> Plan:
@@ -62,19 +66,13 @@ class Planning:
         Raises:
             NoFeasiblePlanError: if nothing fits.
         """
-        with random_state_kept():
-            found = self._found()
-            if found.plan.split.num_slices > 1 and not self._slices_compared:
-                self._slices_compared = True
-                if self._must_not_slice(found.plan):
-                    found = self._found()
+        found = self._found_exact()
         self.contenders = found.contenders
         return self._labelled(found.plan)
 
     def freed(self) -> Forecast:
         """What would be chosen with today's corrections; neither plan nor contenders change."""
-        with random_state_kept():
-            return self._found().plan.forecast
+        return self._found_exact().plan.forecast
 
     def known_plan(self, given: Plan | None, resumed: Mapping[str, Any] | None) -> Plan | None:
         """A plan that was given, or else one that a checkpoint carries; ``None`` if there is none for this run.
@@ -84,18 +82,28 @@ class Planning:
             resumed: the checkpoint that is resumed.
 
         Raises:
-            ConfigurationError: if the given plan is for something else, by the name of what differs.
+            ConfigurationError: if the given plan is for something else, by the name of what differs, or if it divides
+                batches that may not be divided.
         """
         request, budget, fingerprint = self.prepared.request, self.prepared.budget, self._fingerprint
         if given is not None:
             check_fresh(given, fingerprint, source="The plan given as plan=")
             check_conflicts(given, request, source="The plan given as plan=", budget=budget)
+            obstacle = self._obstacle_to_slices_in(given)
+            if obstacle is not None:
+                raise ConfigurationError(
+                    f"The plan given as plan= divides the batch into {given.split.num_slices} slices, but here it is "
+                    f"{obstacle} Leave plan= out to plan anew."
+                )
             return self._taken_over(given, "the plan was given")
         if resumed is None:
             return None
-        plan, note = plan_from_checkpoint(resumed, source="the checkpoint")
+        plan, note = plan_from_checkpoint(resumed, source=str(self.prepared.trainer.ckpt_path))
         if plan is not None:
             reasons = (*stale_reasons(plan, fingerprint), *conflicts(plan, request, budget=budget))
+            obstacle = None if reasons else self._obstacle_to_slices_in(plan)
+            if obstacle is not None:
+                reasons = (f"it divides the batch, which is {obstacle}",)
             if not reasons:
                 return self._taken_over(plan, "the plan came with the checkpoint")
             note = f"the checkpoint's plan is not used again: {'; '.join(reasons)}"
@@ -125,16 +133,41 @@ class Planning:
     def _labelled(self, plan: Plan) -> Plan:
         return replace(plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self._fingerprint))
 
-    def _must_not_slice(self, plan: Plan) -> bool:
-        if self.prepared.request.allow_inexact_slicing:
-            self._notes += ("allow_inexact_slicing=True: slices were not compared with the undivided batch",)
-            return True  # searched once more, for the note; the forecasts are known
+    def _found_exact(self) -> Found:
+        """What the search finds, slices compared with the whole as soon as the plan or a contender has some."""
+        with random_state_kept():
+            found = self._found()
+            largest = max((_sliced_size(forecast) for forecast in found.contenders), default=0)
+            if not largest or self._slices_compared:
+                return found
+            self._slices_compared = True
+            if self.prepared.request.allow_inexact_slicing:
+                self._notes += (_NOT_COMPARED,)
+                return self._found()  # once more, for the note; the forecasts are known
+            obstacle = self._obstacle_to_slices_of(largest)
+            if obstacle is None:
+                return found
+            self.space = self._space_given(obstacle)
+            return self._found()
+
+    def _obstacle_to_slices_of(self, micro_batch_size: int) -> str | None:
         self.announce("comparing slices with the undivided batch")
-        obstacle = self.prepared.guard.compare_slices(plan.split.micro_batch_size)
-        if obstacle is None:
-            return False
-        self.space = self._space_given(obstacle)
-        return True
+        return self.prepared.guard.compare_slices(micro_batch_size)
+
+    def _obstacle_to_slices_in(self, plan: Plan) -> str | None:
+        """Why a plan that was made before must not slice this run's batches; ``None`` if it may, or does not."""
+        if plan.split.num_slices == 1:
+            return None
+        self._slices_compared = True
+        if self.prepared.request.allow_inexact_slicing:
+            self._notes += (_NOT_COMPARED,)
+        with random_state_kept(), _planned_lengths(self.prepared):
+            obstacle = self.prepared.guard.visible_obstacle()
+            if obstacle is None and not self.prepared.request.allow_inexact_slicing:
+                obstacle = self._obstacle_to_slices_of(plan.split.micro_batch_size)
+        if obstacle is not None:
+            self.space = self._space_given(obstacle)
+        return obstacle
 
     def _found(self) -> Found:
         with _planned_lengths(self.prepared):
@@ -164,6 +197,12 @@ class Planning:
 
     def _corrected(self, forecast: Forecast) -> Forecast:
         return replace(forecast, correction_bytes=expected_correction(forecast.candidate, self.corrections))
+
+
+def _sliced_size(forecast: Forecast) -> int:
+    """Samples of the largest slice; 0 if the batch is not divided."""
+    split = forecast.candidate.split
+    return split.micro_batch_size if split.num_slices > 1 else 0
 
 
 def _planned_lengths(prepared: Preparation) -> AbstractContextManager[None]:

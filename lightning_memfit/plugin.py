@@ -204,10 +204,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             CheckpointFormatError: if they cannot be converted; nothing is lost.
         """
         super().on_load_checkpoint(checkpoint)
-        if self._trainer is not None:
+        # Testing a checkpoint restores no optimizer, and those of the last fit are still there.
+        if self._trainer is not None and _is_fitting(self._trainer):
             adapt_optimizer_states(checkpoint, self._trainer.optimizers)
-        if self._session is not None:
-            self._session.keep_on_after(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the delegate's state under its key, and the plan under MemFit's, so that resuming need not search."""
@@ -219,9 +218,11 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
 
     def teardown(self) -> None:
         """Take everything back at the end of a fit, also of one that failed."""
-        self._end()
-        self._trainer = None
-        super().teardown()
+        try:
+            self._end()
+        finally:
+            self._trainer = None
+            super().teardown()
 
     def _begin(self, trainer: Any, module: Any) -> None:
         self.plan = self.measured = None
@@ -263,8 +264,13 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             render_measurement(self.plan, self.measured)
 
     def _record(self, trainer: Any) -> None:
-        if self.plan is not None and not trainer.fast_dev_run:  # which writes no files
-            write_record(self.plan, self.measured, trainer.log_dir or trainer.default_root_dir)
+        if self.plan is None or trainer.fast_dev_run:  # which writes no files
+            return
+        folder = trainer.log_dir or trainer.default_root_dir
+        try:
+            write_record(self.plan, self.measured, folder)
+        except Exception as error:  # libraries of remote folders raise errors of their own; training needs none of them
+            self._say(f"plan.yaml was not written to {folder}: {error}. The run goes on.")
 
     def _report_replanned(self, plan: Plan, measured: Measurement | None) -> None:
         self.plan = plan
@@ -276,8 +282,10 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def _end(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.undo()
-            self._remove_callback(session.trainer)
+            try:
+                session.undo()
+            finally:
+                self._remove_callback(session.trainer)
 
     def _remove_callback(self, trainer: Any) -> None:
         callback, self._warm_up = self._warm_up, None

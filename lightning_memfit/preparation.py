@@ -20,14 +20,14 @@ from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
 from lightning_memfit.forecaster import Forecaster
-from lightning_memfit.forecasting import resident_bytes
+from lightning_memfit.forecasting import device_precisions, resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest, Precision
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.batch_arithmetic import (
     LoaderPlan,
@@ -78,6 +78,8 @@ class Preparation:
     """Says what a candidate needs."""
     resident_batches: int
     """Batches alive at the same time."""
+    scan_is_complete: bool
+    """Whether every batch of the epoch was looked at."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know about loader and accumulation."""
 
@@ -100,6 +102,13 @@ class Preparation:
         plain = Candidate(precision=self.request.precision or "32-true", split=self._whole)
         needs, needs_other = (each.forecast(plain).predicted_peak_bytes for each in (self, other))
         return other if needs_other > needs else replace(self, rival=None)
+
+    @property
+    def scan_notes(self) -> tuple[str, ...]:
+        """What the user should know about the batch."""
+        if self.scan_is_complete:
+            return ()
+        return (f"forecast and proof are those of {self.planned_batch}; a larger batch would need more",)
 
     def fingerprint(self) -> Mapping[str, str]:
         """What a plan for this run is made for."""
@@ -169,13 +178,17 @@ class Preparation:
             ConfigurationError: if a pinned lever cannot be had.
         """
         patterns, facts = self.request.activation_checkpointing, self._optimizer_facts()
+        mixing_obstacle = None
+        if self.trainer.gradient_clip_val and facts.unscales_by_itself:
+            mixing_obstacle = "in mixed precision Lightning refuses to clip the gradients of a fused optimizer"
         return search_space(
             self.request,
             self._whole,
             blocks=find_repeated_blocks(self.module),
             matched=match_modules(self.module, patterns) if isinstance(patterns, tuple) else (),
             slicing_reason=slicing_obstacle,
-            precisions=_precisions(self.device, self.trainer, facts),
+            precisions=("32-true",) if mixing_obstacle else device_precisions(self.device),
+            precision_reason=mixing_obstacle,
             implementations=facts.implementations,
             states_reason=facts.quantisation_obstacle,
         )
@@ -248,7 +261,8 @@ def prepare(
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch)),
         forecaster=_forecaster(program, batch, functions, prober, resident_batches, rates),
         resident_batches=resident_batches,
-        notes=(*_notes(trainer, loader, loader_plan, scanned), *_rough_rates(rates)),
+        scan_is_complete=scanned.complete,
+        notes=(*_notes(trainer, loader, loader_plan), *_rough_rates(rates)),
     )
 
 
@@ -262,14 +276,6 @@ def _planned_batch(
     if request.max_length is None:
         return scanned
     return at_max_length(scanned, request.max_length)
-
-
-def _precisions(device: DeviceSpec, trainer: Any, facts: OptimizerFacts) -> tuple[Precision, ...]:
-    """What ``precision="auto"`` may choose from: what a plain Trainer does, and mixed precision where it works."""
-    mixed: tuple[Precision, ...] = ("bf16-mixed",) if "bf16-mixed" in device.supported_precisions else ()
-    if trainer.gradient_clip_val and facts.unscales_by_itself:
-        return ("32-true",)  # Lightning refuses to clip the gradients of such an optimizer in mixed precision
-    return ("32-true", *mixed)
 
 
 def _rough_rates(rates: DeviceRates) -> tuple[str, ...]:
@@ -396,7 +402,7 @@ def _num_batches(loader: TrainLoader, loader_plan: LoaderPlan) -> int | None:
     return loader.num_batches_at(loader_plan.loader_batch_size if loader_plan.rebuilt else None)
 
 
-def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan, scanned: ScannedBatch) -> tuple[str, ...]:
+def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
     notes = [loader_plan.reason] if loader_plan.rebuilt else []
     batches, accumulate = _num_batches(loader, loader_plan), loader_plan.accumulate_grad_batches
     before = optimizer_steps_per_epoch(loader.num_batches, trainer.accumulate_grad_batches)
@@ -415,6 +421,4 @@ def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan, scanned: 
         )
     if accumulate > 1:
         notes.append("accumulated batches are weighed by their samples; Lightning alone weighs them equally")
-    if not scanned.complete:
-        notes.append(f"forecast and proof are those of {scanned.describe()}; a larger batch would need more")
     return tuple(notes)

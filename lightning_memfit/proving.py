@@ -141,7 +141,8 @@ class Proving:
             predicted_step_seconds=planned.forecast.predicted_step_seconds,
             reason="fits and was predicted to be fastest, but was measured to be slower",
         )
-        choices = choices_of(self._prepared.request, self._planning.space, forecast, (planned.forecast,))
+        prepared = self._prepared
+        choices = choices_of(prepared.request, prepared.budget, self._planning.space, forecast, (planned.forecast,))
         passed = [other for other in planned.passed_over if other.candidate != forecast.candidate]
         return replace(planned, forecast=forecast, choices=choices, passed_over=(slower, *passed))
 
@@ -163,7 +164,7 @@ class Proving:
                 resident_batches=self._prepared.resident_batches,
                 timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
                 verify_states=verify,
-                validation_loader=0 if self._validation is None else self._validation.dataloader_idx,
+                validation_loader=None if self._validation is None else self._validation.dataloader_idx,
             )
         except Exception as error:
             if not is_out_of_memory(error):

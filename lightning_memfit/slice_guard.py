@@ -11,7 +11,7 @@ from lightning_memfit.batch_tree import join_outputs
 from lightning_memfit.errors import BatchStructureError, is_out_of_memory
 from lightning_memfit.plan import balanced_slices
 from lightning_memfit.trace.training_step import program_of
-from lightning_memfit.validate.splittable import check_splittable, has_train_mode_batch_norm
+from lightning_memfit.validate.splittable import batch_norm_obstacle, check_splittable
 
 _COMPARED_PAIRS = 8
 
@@ -35,12 +35,9 @@ class SliceGuard:
         """Why batches may not be divided, as far as can be seen without running anything."""
         reason = unsliceable_reason(self.trainer, self.module)
         if reason is None and not self.allow_inexact_slicing:
-            batch_norm = has_train_mode_batch_norm(self.module)
-            if batch_norm is not None:
-                reason = (
-                    f"{batch_norm} normalises over the batch in train mode, so that slices would change the result. "
-                    "allow_inexact_slicing=True slices it all the same."
-                )
+            reason = batch_norm_obstacle(self.module)
+            if reason is not None:
+                reason += " allow_inexact_slicing=True slices it all the same."
         if reason is None:
             reason = self._structure_obstacle()
         return None if reason is None else f"not sliced: {reason}"

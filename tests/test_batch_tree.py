@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from lightning_memfit.batch_tree import (
     batch_size_of,
     detach_tensors,
     join_outputs,
+    map_tensors,
     split_by_sizes,
+    tensors_of,
     weighted_mean,
 )
 from lightning_memfit.errors import BatchStructureError
@@ -187,3 +189,18 @@ def test_detaching_drops_every_graph_in_the_tree() -> None:
     detached = detach_tensors(tree)
     assert not detached["a"][0].requires_grad and not detached["b"].image.requires_grad
     assert isinstance(detached["b"], Pair) and tree["a"][0].requires_grad
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict, BatchEncoding])
+def test_mappings_that_a_batch_class_of_the_users_own_holds_are_looked_into(mapping: Any) -> None:
+    class Batch:
+        def __init__(self) -> None:
+            self.inputs = mapping({"input_ids": rows(3)})
+            self.name = "text"
+
+    batch = Batch()
+    assert tensors_of(batch) == [batch.inputs["input_ids"]]
+    doubled = map_tensors(batch, lambda tensor: 2 * tensor)
+    assert type(doubled) is Batch and type(doubled.inputs) is mapping and doubled.name == "text"
+    assert torch.equal(doubled.inputs["input_ids"], 2 * rows(3))
+    assert torch.equal(batch.inputs["input_ids"], rows(3)), "the batch itself is not changed"

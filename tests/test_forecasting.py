@@ -16,7 +16,7 @@ from lightning_memfit.forecaster import Forecaster, autocast_context, checkpoint
 from lightning_memfit.forecasting import forecast, make_plan, resident_bytes, trace_step
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.unlogged import unlogged
-from lightning_memfit.plan import BatchSplit, Candidate, balanced_slices
+from lightning_memfit.plan import BatchSplit, Candidate, Plan, balanced_slices
 from lightning_memfit.trace.step_program import program_of, run_window
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
@@ -129,6 +129,18 @@ def test_what_cannot_be_forecast_is_an_error(options: dict[str, Any], message: s
         forecast(Lit(), batch_of(8), probe_operators=False, **options)
 
 
+@pytest.mark.parametrize(
+    "setting", ["precision", "activation_checkpointing", "optimizer_states", "optimizer_implementation"]
+)
+def test_a_forecast_is_of_one_setting(setting: str) -> None:
+    options: Any = {setting: "auto"}
+    with pytest.raises(ConfigurationError) as caught:
+        forecast(Lit(), batch_of(8), probe_operators=False, **options)
+    assert str(caught.value) == (
+        f"{setting}='auto' leaves a choice, and a forecast is of one setting. Name one, or let make_plan choose."
+    )
+
+
 def test_one_trace_serves_early_and_late_zeroing(monkeypatch: pytest.MonkeyPatch) -> None:
     forecaster = Forecaster(program_of(Lit()), batch_of(8), prober=None)
     late = forecaster(candidate(8))
@@ -183,6 +195,44 @@ def test_a_plan_slices_until_it_fits() -> None:
     assert plan.split.num_slices > 1 and plan.candidate.activation_checkpointing == "none"
     assert plan.forecast.predicted_peak_bytes <= plan.budget.budget_bytes
     assert plan.forecast.recomputed_flops == 0 and plan.forecast.flops
+
+
+def sliced_plan(module: nn.Module, batch: Any) -> Plan:
+    """A plan within what the batch needs in quarters."""
+    room = forecast(module, batch, micro_batch_size=64, probe_operators=False).peak_allocated_bytes
+    return make_plan(
+        module,
+        batch,
+        effective_batch_size=256,
+        budget=room,
+        precision="32-true",
+        activation_checkpointing="none",
+        optimizer_implementation="as-configured",
+        probe_operators=False,
+    )
+
+
+def test_a_plan_with_slices_says_that_nobody_compared_them() -> None:
+    note = "slices were not compared with the undivided batch; MemFit compares them before it trains"
+    plan = sliced_plan(Lit(), batch_of(256))
+    assert plan.split.num_slices > 1 and plan.notes == (note,)
+    whole = make_plan(Lit(), batch_of(8), effective_batch_size=8, probe_operators=False)
+    assert whole.split.num_slices == 1 and note not in whole.notes
+
+
+def test_a_plan_does_not_slice_what_is_normalised_over_the_batch() -> None:
+    class Normalised(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+    with pytest.raises(
+        NoFeasiblePlanError, match=r"the batch is not sliced: head\.0 normalises over the batch in train mode"
+    ):
+        sliced_plan(Normalised(), batch_of(256))
+    module = Normalised()
+    module.head[0].eval()
+    assert sliced_plan(module, batch_of(256)).split.num_slices > 1
 
 
 def test_a_plan_that_cannot_be_says_so() -> None:

@@ -252,12 +252,20 @@ def test_an_empty_request_is_valid() -> None:
     assert PlanRequest().effective_batch_size is None
 
 
-@pytest.mark.parametrize("setting", ["effective_batch_size", "micro_batch_size", "max_length"])
+@pytest.mark.parametrize("setting", ["effective_batch_size", "micro_batch_size", "max_length", "budget"])
 @pytest.mark.parametrize("value", [0, -4, 2.0, "8", True])
 def test_counts_are_whole_numbers_of_at_least_one(setting: str, value: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         PlanRequest(**{setting: value})
     assert str(caught.value) == f"{setting}={value!r} must be a whole number of at least 1, or be left out."
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, "1GiB", True])
+def test_headroom_is_whole_bytes_and_may_be_none(value: Any) -> None:
+    assert PlanRequest(headroom=0).headroom == 0
+    with pytest.raises(ConfigurationError) as caught:
+        PlanRequest(headroom=value)
+    assert str(caught.value) == f"headroom={value!r} must be a whole number of at least 0, or be left out."
 
 
 @pytest.mark.parametrize(
@@ -299,6 +307,13 @@ def test_planning_takes_some_time(value: float) -> None:
     with pytest.raises(ConfigurationError) as caught:
         PlanRequest(planning_seconds=value)
     assert str(caught.value) == f"planning_seconds={value!r} must be more than 0 seconds."
+
+
+@pytest.mark.parametrize("value", ["30", True, (30,)])
+def test_planning_seconds_are_a_number(value: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        PlanRequest(planning_seconds=value)
+    assert str(caught.value) == f"planning_seconds={value!r} must be a number of seconds, or be left out."
 
 
 # --- splits

@@ -181,8 +181,7 @@ def test_quantised_states_have_an_implementation_of_their_own() -> None:
 
 
 def test_a_plan_made_with_the_same_setting_answers_it() -> None:
-    # Such as an optimizer that cannot be quantised, which is named and left.
-    asked = PlanRequest(optimizer_states="8bit", activation_checkpointing=("blocks.*", "head"))
+    asked = PlanRequest(activation_checkpointing=("blocks.*", "head"))
     made = plan_with(request=asked, activation_checkpointing="patterns")
     assert conflicts(made, asked) == ()
     assert conflicts(made, PlanRequest(activation_checkpointing=("head",))) == (

@@ -54,8 +54,8 @@ class ScannedBatch:
     """How the shape of each tensor varies over the batches that were loaded."""
     rival: ScannedBatch | None = None
     """A batch of fewer bytes, but more per sample; ``None`` if the largest has the most of both."""
-    dataloader_idx: int = 0
-    """Which of several validation loaders it comes from."""
+    dataloader_idx: int | None = None
+    """Which of several validation loaders that are read one after another it comes from; ``None`` if there is one."""
     held_bytes: int = 0
     """Bytes of batches that wait on the host to be handed on."""
     unreadable: str | None = None

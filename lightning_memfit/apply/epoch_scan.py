@@ -158,7 +158,7 @@ class _MapStyleScan(Scan):
         """Those to load as well if the lengths do not tell all."""
         self._num_loaded = self._num_failed = 0
         self._ended = False
-        look.select, look.collate = self._select, _KeepLargest(self._collate, above=-1)
+        look.select, look.collate = self._select, _KeepLargest(self._collate, above=None)
 
     def begin(self) -> None:
         if not self._take():
@@ -220,7 +220,10 @@ class _MapStyleScan(Scan):
             yield self._give(position, chosen[position])
 
     def _is_constant(self) -> bool:
-        return self._lengths is not None and self._lengths.same_for_every_batch(self._look.loader)
+        if self._lengths is None:
+            return False
+        _, first = self._given[0]
+        return self._lengths.same_for_every_batch(self._look.loader, first)
 
     def _give(self, position: int, indices: Any) -> Any:
         self._given.append((position, indices))
@@ -329,13 +332,13 @@ class _Seen:
 class _KeepLargest:
     """Collation that measures, and lets go of what is not larger than all before. Runs in a worker if there is one."""
 
-    def __init__(self, collate: Callable[[Any], Any], *, above: int) -> None:
+    def __init__(self, collate: Callable[[Any], Any], *, above: int | None) -> None:
         self._collate, self._largest = collate, above
 
     def __call__(self, samples: Any) -> _Seen:
         batch = self._collate(samples)
         shapes = measure(batch)
-        if shapes.num_bytes <= self._largest:
+        if self._largest is not None and shapes.num_bytes <= self._largest:
             return _Seen(shapes=shapes, batch=None)
         self._largest = shapes.num_bytes
         return _Seen(shapes=shapes, batch=batch)

@@ -314,7 +314,7 @@ def _largest(looks: list[Look], scans: list[Scan], move: Move | None) -> Scanned
         if found is None:
             continue
         if largest is None or measure(found[0].batch).num_bytes > measure(largest.batch).num_bytes:
-            largest = replace(found[0], dataloader_idx=index)
+            largest = replace(found[0], dataloader_idx=index if len(looks) > 1 else None)
     return largest
 
 

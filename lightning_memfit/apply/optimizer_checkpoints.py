@@ -107,11 +107,11 @@ def adapt_saved_state(saved_optimizer_state: dict[str, Any], optimizer: Optimize
     saved = saved_optimizer_state
     if "param_groups" not in saved or "state" not in saved:
         return saved  # some optimizers write a form of their own
-    _check_counts(saved, optimizer)
     to_bitsandbytes = is_bitsandbytes(optimizer)
     rule = update_rule(optimizer)
     if not to_bitsandbytes and not _is_from_bitsandbytes(saved, rule):
         return saved
+    _check_counts(saved, optimizer)
     adapter = _Adapter(optimizer, rule)
     groups = adapter.groups(saved["param_groups"])
     state = dict(saved["state"])

@@ -1,6 +1,7 @@
 """The levers of an optimizer's step together: what can be chosen for it, and how a choice is applied to it.
 
-The same functions serve the real optimizer and one that is made under fake tensors while a step is traced.
+What is made under fake tensors while a step is traced gets its levers here; the live one gets the same functions, with
+a way back, in ``step_levers.py``.
 
 Adapter for a private name of bitsandbytes (0.50): ``functional.create_dynamic_map``.
 """

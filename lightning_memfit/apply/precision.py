@@ -109,10 +109,10 @@ class BackwardHooks:
 
 
 class DelegatingPrecision:
-    """Forwards every hook of a precision plugin to the delegate.
+    """Forwards the hooks of a precision plugin to the delegate.
 
-    Has no Lightning base, so that it can stand in front of either package's own:
-    ``class Plugin(DelegatingPrecision, Precision)``.
+    ``convert_module`` and ``connect`` are left to the subclass. Has no Lightning base, so that it can stand in front of
+    either package's own: ``class Plugin(DelegatingPrecision, Precision)``.
 
     Attributes:
         delegate: the plugin that does the work; may be exchanged before optimizers exist.

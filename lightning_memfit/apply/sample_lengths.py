@@ -35,9 +35,11 @@ class SampleLengths:
         ranking = LengthRanking(self)
         return ranking if ranking.consider(0, first) else None
 
-    def same_for_every_batch(self, loader: DataLoader[Any]) -> bool:
-        """Whether no batch can be larger than the first one."""
-        return self.constant and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+    def same_for_every_batch(self, loader: DataLoader[Any], first: Any) -> bool:
+        """Whether no batch can be larger than the first one, whose indices are ``first``."""
+        if loader.batch_sampler is None:  # then a sampler may draw lists of indices of any length
+            return self.constant and isinstance(first, (int, np.integer))
+        return self.constant and type(loader.batch_sampler) is BatchSampler
 
 
 @dataclass(frozen=True, kw_only=True)

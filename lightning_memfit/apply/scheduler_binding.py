@@ -50,6 +50,10 @@ class Exchange:
         return self._wrappers.get(id(vars(value).get("_optimizer"))) if is_wrapper(value) else None
 
 
+_MOST_ITEMS = 1000
+"""Containers of more hold data, not optimizers, and are not looked into."""
+
+
 def rebind(holder: Any, exchange: Exchange, seen: set[int] | None = None) -> None:
     """Exchange the optimizers that ``holder`` refers to, and those in schedules and containers that it holds.
 
@@ -79,11 +83,11 @@ def _rebound(value: Any, exchange: Exchange, seen: set[int]) -> Any:
     if counterpart is not None:
         return counterpart
     if isinstance(value, (list, dict)):
-        if id(value) not in seen:
+        if id(value) not in seen and len(value) <= _MOST_ITEMS:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             _rebind_items(value, list(items), exchange, seen)
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple) and len(value) <= _MOST_ITEMS:
         rebound = [_rebound(item, exchange, seen) for item in value]
         if any(new is not old for new, old in zip(rebound, value, strict=True)):
             return type(value)(*rebound) if hasattr(value, "_fields") else tuple(rebound)

@@ -44,6 +44,8 @@ class StepLevers:
         self._candidate: Candidate | None = None
         self._levers = ExitStack()
         self._optimizer_levers = ExitStack()
+        # Not asked of the Trainer: between two fits it holds the optimizer of the first.
+        self._optimizer_is_there = False
         self._optimizer_setting = _AS_CONFIGURED
         self._configured_flags: tuple[dict[str, Any], ...] = ()
         self._swap: OptimizerSwap | None = None
@@ -53,7 +55,7 @@ class StepLevers:
         if candidate == self._candidate:
             return
         self.take_off()
-        if self._trainer.optimizers:
+        if self._optimizer_is_there:
             self.put_on_optimizer(candidate)
         with ExitStack() as levers:
             levers.callback(exchange_delegate(self._trainer, candidate.precision))
@@ -75,6 +77,7 @@ class StepLevers:
 
         Schedulers go on driving it with the same trajectory; states that exist are converted.
         """
+        self._optimizer_is_there = True
         wanted = (candidate.optimizer_states, candidate.optimizer_implementation)
         if wanted == self._optimizer_setting:
             return
@@ -99,13 +102,6 @@ class StepLevers:
             first = as_configured_groups(saved[0], self._configured_flags)
             checkpoint["optimizer_states"] = [first, *saved[1:]]
 
-    def keep_on_after(self, checkpoint: dict[str, Any]) -> None:
-        """Let a resume not turn the levers of the optimizer off, whose groups are read from the checkpoint."""
-        saved = checkpoint.get("optimizer_states")
-        if saved and self._optimizer_setting != _AS_CONFIGURED:
-            first = as_configured_groups(saved[0], implementation_flags(self._trainer.optimizers[0]))
-            checkpoint["optimizer_states"] = [first, *saved[1:]]
-
     def take_off(self) -> None:
         """Take everything back but the levers of the optimizer. Calling it twice is harmless."""
         self._levers.close()
@@ -119,6 +115,7 @@ class StepLevers:
         else:
             self._optimizer_levers.pop_all()
         self._optimizer_setting = _AS_CONFIGURED
+        self._optimizer_is_there = False
 
 
 def _apply_to_optimizer(trainer: Any, module: Any, candidate: Candidate) -> Undo:

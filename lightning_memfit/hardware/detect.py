@@ -151,11 +151,18 @@ def _cores(root: Path) -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for version, group in _groups(root, "cpu"):
-        quota = (_text(group / "cpu.max") or "max").split()
-        if version == 2 and quota[0] != "max":
-            microseconds, period = int(quota[0]), int(quota[1])
+        microseconds, period = _quota(version, group)
+        if microseconds > 0 and period > 0:
             cores = min(cores, max(1, -(-microseconds // period)))
     return cores
+
+
+def _quota(version: int, group: Path) -> tuple[int, int]:
+    """Microseconds of computing in each period of so many; -1 or 0 is no quota."""
+    if version == 1:
+        return _number(group / "cpu.cfs_quota_us") or 0, _number(group / "cpu.cfs_period_us") or 0
+    quota, period = [*(_text(group / "cpu.max") or "max").split(), "0"][:2]
+    return (0, 0) if quota == "max" else (int(quota), int(period))
 
 
 def _cpu_name(root: Path) -> str:

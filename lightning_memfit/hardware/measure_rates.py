@@ -14,7 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -55,8 +55,20 @@ def measure_rates(
         if quantised:
             measured = _with_quantised(measured, clock)
     if path is not None and measured.noise <= MOST_NOISE:
-        _write_cache(path, measured)
+        with suppress(OSError):  # a folder that cannot be written costs a second of measuring, nothing else
+            _write_cache(path, measured)
     return measured
+
+
+def forget_rates(cache_dir: Path, clock: Clock = time.perf_counter) -> None:
+    """Let the next run measure anew: what is known was disproved.
+
+    Args:
+        cache_dir: as for :func:`measure_rates`.
+        clock: the same.
+    """
+    with suppress(OSError):
+        (cache_dir / f"rates-{_environment_key(clock)}.json").unlink(missing_ok=True)
 
 
 def _measured(clock: Clock) -> DeviceRates:
@@ -76,13 +88,17 @@ def _measured(clock: Clock) -> DeviceRates:
 
 
 def _lacks_quantised(known: DeviceRates) -> bool:
-    return "quantised_optimizer" not in known.curves
+    looked_at = [*known.curves, *(line.split()[0] for line in known.unmeasured)]
+    return "quantised_optimizer" not in looked_at
 
 
 def _with_quantised(known: DeviceRates, clock: Clock) -> DeviceRates:
     found = sampled_curves(Halves(), quantised_samples(), clock)
     return dataclasses.replace(
-        known, curves={**known.curves, **found.curves}, unmeasured=(*known.unmeasured, *found.unmeasured)
+        known,
+        curves={**known.curves, **found.curves},
+        noise=max(known.noise, found.noise + found.held_up),
+        unmeasured=(*known.unmeasured, *found.unmeasured),
     )
 
 

@@ -24,6 +24,8 @@ Clock = Callable[[], float]
 
 _ROUNDS = 4
 _FEWEST_ROUNDS = 2
+_FURTHER_ROUNDS = 4
+"""For kinds of which every call was held up at one of the first sizes, so that larger ones are missing."""
 _LONGEST_SECONDS = 2.0
 """No round begins later than this after the first."""
 _SHORT_CALL_SECONDS = 2e-5
@@ -56,7 +58,7 @@ class SampledCurves:
     unmeasured: tuple[str, ...]
     """Kinds with their dtypes that this build of torch computes otherwise or not at all, each with the reason."""
     held_up: float = 0.0
-    """Share of the points that were left out because another process held the call up in every round."""
+    """Share of the points that were left out, or missed, because another process held calls up in every round."""
 
 
 @dataclass
@@ -105,10 +107,10 @@ def sampled_curves(halves: Halves, chosen: Sequence[Sample], clock: Clock) -> Sa
     """
     tables = [_Table(sample, dtype) for sample in chosen for dtype in sample.dtypes]
     start = clock()
-    for number in range(_ROUNDS):
-        if number >= _FEWEST_ROUNDS and clock() - start > _LONGEST_SECONDS:
-            break
-        for table in tables:
+    for number in range(_ROUNDS + _FURTHER_ROUNDS):
+        late = number >= _FEWEST_ROUNDS and clock() - start > _LONGEST_SECONDS
+        repeated = [table for table in tables if table.is_cut_short] if late or number >= _ROUNDS else tables
+        for table in repeated:
             table.sample(halves, clock)
     curves: dict[str, dict[str, RateCurve]] = {}
     for table in tables:
@@ -118,7 +120,7 @@ def sampled_curves(halves: Halves, chosen: Sequence[Sample], clock: Clock) -> Sa
     points = [point for table in tables for point in table.points.values()]
     return SampledCurves(
         curves=curves,
-        noise=statistics.median(_disturbance(point) for point in points) if points else 0.0,
+        noise=statistics.median([_disturbance(point) for point in points if len(point.seconds) > 1] or [0.0]),
         unmeasured=tuple(f"{table.kind} {table.dtype}: {table.failure}" for table in tables if table.failure),
         held_up=sum(table.held_up for table in tables) / max(1, len(points)),
     )
@@ -135,28 +137,36 @@ class _Table:
         self.held_up = 0
         self._sample, self._dtype = sample, dtype
         self._kept: dict[int, Call] = {}
-        self._largest: int | None = None
 
     def sample(self, halves: Halves, clock: Clock) -> None:
         """Time every size once."""
-        for size in self._sample.sizes:
-            if self.failure is not None or (self._largest is not None and size > self._largest):
+        for number, size in enumerate(self._sample.sizes, start=1):
+            if self.failure is not None:
                 break
             try:
                 call = self._kept.get(size) or self._sample.make(halves, size, self._dtype)
                 if size not in self.points:
                     self.points[size] = self._counted(call)
-            except (LookupError, NotImplementedError, RuntimeError) as error:
+            except (AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
                 # An operator that this build does not have, or not for this dtype: other kinds do not depend on it.
                 self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 break
             self._time(size, call, halves, clock)
+            # Of all rounds so far: a call that was held up in one does not keep larger sizes from the next.
+            longest = _LONGEST_CALL_SECONDS * (1 if number >= _FEWEST_SIZES else _FEWEST_SIZES)
+            if self.points[size].call_seconds > longest:
+                break
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether so few sizes were timed that larger ones would be guessed from what a small one costs at least."""
+        return self.failure is None and len(self.points) < min(_FEWEST_SIZES, len(self._sample.sizes))
 
     def curve(self) -> RateCurve | None:
         """The fastest call of every size that was not held up; ``None`` if every one was."""
         found = sorted({point.work: min(point.seconds) for point in self.points.values()}.items())
         kept = not_held_up(found)
-        self.held_up = len(found) - len(kept)
+        self.held_up = len(found) - len(kept) + (len(self._sample.sizes) if self.is_cut_short else 0)
         if not kept and (not found or self.kind != "elementwise"):
             self.failure = self.failure or "another process held up every call"
             return None  # it counts as elementwise, which there must be
@@ -175,9 +185,6 @@ class _Table:
             if point.repeats == 1:
                 halves.flush()
             point.seconds.append(seconds_of(call, point.repeats, clock) / point.steps)
-        longest = _LONGEST_CALL_SECONDS * (1 if len(self.points) >= _FEWEST_SIZES else _FEWEST_SIZES)
-        if self._largest is None and point.call_seconds > longest:
-            self._largest = size
 
     def _counted(self, call: Call) -> _Point:
         """Run the call under the tracer, which counts its work as it would in a trace."""

@@ -98,7 +98,7 @@ def work_of(operation: Operation) -> Work:
 
 @functools.cache
 def _kind_of(name: str) -> Kind | None:
-    plain = name.removeprefix("_foreach_").rstrip("_") if name.startswith("_foreach_") else name.rstrip("_")
+    plain = name.removeprefix("_foreach_").rstrip("_")
     if plain in _WITHOUT_KERNEL:
         return None
     return _KIND_OF.get(plain, "elementwise")

@@ -203,7 +203,7 @@ def _unused_levers(best: Forecast, request: PlanRequest, slicing_reason: str | N
             f"allow_inexact_slicing=True: slices stop at {largest} samples; smaller ones need less, but the result "
             "may differ from that of the undivided batch"
         )
-    if best.candidate.precision == "32-true":
+    if request.precision == "32-true":
         yield f'precision="bf16-mixed": may halve part of the {activations} of activations'
 
 

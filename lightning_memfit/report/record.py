@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
 
 from lightning_memfit._version import __version__
 from lightning_memfit.plan import Measurement, Plan
@@ -19,7 +20,7 @@ from lightning_memfit.plan_file import FILE_NAME, to_yaml, write_whole
 _LIGHTNING = ("lightning", "pytorch-lightning")
 
 
-def write_record(plan: Plan, measurement: Measurement | None, directory: str | Path) -> Path:
+def write_record(plan: Plan, measurement: Measurement | None, directory: str | Path) -> str:
     """Write ``plan.yaml`` into ``directory``, whole or not at all, and return its path.
 
     The file holds the fields of :meth:`Plan.to_dict`, so that ``Plan.load`` reads it, and beside them ``measured``
@@ -28,7 +29,8 @@ def write_record(plan: Plan, measurement: Measurement | None, directory: str | P
     Args:
         plan: the plan.
         measurement: what its warm-up measured; ``None`` if none ran.
-        directory: made if it does not exist; a file of that name in it is replaced.
+        directory: made if it does not exist; a file of that name in it is replaced. Also a URL of a file system that
+            fsspec knows, such as ``"s3://bucket/run"``, as Lightning takes them.
 
     Raises:
         OSError: if the directory cannot be written to; an earlier file is then untouched.
@@ -39,7 +41,13 @@ def write_record(plan: Plan, measurement: Measurement | None, directory: str | P
         "versions": _versions(),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return write_whole(Path(directory) / FILE_NAME, to_yaml(content))
+    text = to_yaml(content)
+    if "://" not in str(directory):
+        return str(write_whole(Path(directory) / FILE_NAME, text))
+    file_system, folder = url_to_fs(str(directory))
+    file_system.makedirs(folder, exist_ok=True)
+    file_system.pipe_file(f"{folder}/{FILE_NAME}", text.encode())
+    return f"{str(directory).rstrip('/')}/{FILE_NAME}"
 
 
 def _measured(measurement: Measurement) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def _comparison(plan: Plan, measurement: Measurement) -> Table:
         table.add_row("allocated peak, training, corrected", *_against(plan.forecast.predicted_peak_bytes, training))
     evaluation = measurement.measured_evaluation_peak_bytes
     if evaluation is not None:
-        table.add_row("allocated peak, evaluation", *_against(memory.by_phase.get("evaluation"), evaluation))
+        table.add_row("allocated peak, evaluation", *_against(None, evaluation))
     rss = measurement.measured_peak_rss_bytes
     if rss is not None:
         table.add_row("process RSS peak", *_against(None, rss))

@@ -61,6 +61,8 @@ class SearchSpace:
     """Formats of the optimizer's states."""
     optimizer_implementations: tuple[OptimizerImplementation, ...] = ("as-configured",)
     """Implementations of the optimizer's step; quantised states have one of their own."""
+    precision_reason: str | None = None
+    """Why there is only one precision, if it is not the device."""
     slicing_reason: str | None = None
     """Why only one slice is allowed, if it is; or why the number is fixed."""
     states_reason: str | None = None
@@ -123,6 +125,7 @@ def search_space(
     matched: tuple[str, ...] = (),
     slicing_reason: str | None = None,
     precisions: tuple[Precision, ...] = ("32-true",),
+    precision_reason: str | None = None,
     implementations: tuple[OptimizerImplementation, ...] = (),
     states_reason: str | None = "not looked at",
 ) -> SearchSpace:
@@ -135,6 +138,7 @@ def search_space(
         matched: modules that the user's patterns match.
         slicing_reason: why the batch may not be sliced; ``None`` if it may.
         precisions: what ``precision="auto"`` may choose from, what a plain Trainer does first.
+        precision_reason: why there is only one, if it is not the device.
         implementations: what ``optimizer_implementation="auto"`` may choose from beside the configured one.
         states_reason: why the optimizer's states cannot be quantised; ``None`` if they can.
 
@@ -159,6 +163,7 @@ def search_space(
         num_slices=counts,
         optimizer_states=_states(request, states_reason),
         optimizer_implementations=("as-configured", *implementations) if asked == "auto" else (asked,),
+        precision_reason=precision_reason,
         slicing_reason=reason,
         states_reason=states_reason,
     )

@@ -21,6 +21,9 @@ MOST_CONTENDERS = 3
 """Candidates that are worth timing for real."""
 CONTENDER_SHARE = 1.25
 """A candidate is worth timing if it is predicted to take at most this share of the fastest one's time."""
+NEARLY_FITS = 1.02
+"""Where nothing of a tier is estimated to fit, its smallest is traced if it is estimated at up to this share of the
+budget."""
 _LEVER_PAYS = 0.02
 _PRECISION_PAYS = 0.05
 _INTERPOLATED_STEPS = 2
@@ -80,7 +83,10 @@ def search_plan(
         if not finalists:
             finalists = search.finalists(tier, contenders)
     if not finalists:
-        raise _nothing_fits(request, budget, space, search)
+        smallest = search.smallest()
+        if not search.fits(smallest):
+            raise _nothing_fits(request, budget, space, smallest, search)
+        finalists = [smallest]
     chosen = finalists[0]
     others = search.others(chosen)
     passed = [
@@ -99,7 +105,7 @@ def search_plan(
         device=device,
         budget=budget,
         forecast=chosen,
-        choices=choices_of(request, space, chosen, others),
+        choices=choices_of(request, budget, space, chosen, others),
         passed_over=(*sorted(passed, key=_nearest_first(budget)), *search.unneeded),
         notes=(*notes, *chosen.notes),
     )
@@ -122,7 +128,29 @@ class _Search:
 
     def finalists(self, tier: int, most: int) -> list[Forecast]:
         """The best of a tier, confirmed, fastest first; none if nothing of the tier fits."""
-        return self._confirmed(self._fitting(tier), most)
+        for _ in range(1 + _MOST_RETRIES):
+            fitting = self._fitting(tier)
+            confirmed = self._confirmed(fitting, most)
+            if confirmed:
+                return confirmed
+            if not fitting:
+                break  # otherwise estimates were too low: once more, with what they missed
+        estimated = [
+            known for known in self.known.values() if known.candidate.harm_tier == tier and not known.confirmed
+        ]
+        for nearest in sorted(estimated, key=_peak)[:_MOST_RETRIES]:
+            if nearest.predicted_peak_bytes > NEARLY_FITS * self.budget_bytes:
+                break
+            exact = self._exact(nearest)
+            if self.fits(exact):
+                return [exact]
+        return []
+
+    def smallest(self) -> Forecast:
+        """The confirmed candidate of the smallest peak of all that were looked at."""
+        while not (smallest := min(self.known.values(), key=_peak)).confirmed:
+            self._exact(smallest)
+        return smallest
 
     def others(self, chosen: Forecast) -> list[Forecast]:
         """Every forecast of the chosen setting, and of every other setting the fastest that fits, or the smallest."""
@@ -158,6 +186,7 @@ class _Search:
     def _fitting(self, tier: int) -> list[Forecast]:
         found: list[Forecast] = []
         undivided: set[Setting] = set()
+        self.unneeded.clear()
         for setting in self.space.settings(tier):
             without = self._without_checkpointing(setting)
             if without in undivided:
@@ -195,9 +224,8 @@ class _Search:
                 continue
             setting = self.settings[exact.candidate]
             retries[setting] = retries.get(setting, 0) + 1
-            self.added[setting] = self.added.get(setting, 0) + (
-                exact.predicted_peak_bytes - estimated.predicted_peak_bytes
-            )
+            excess = exact.predicted_peak_bytes - estimated.predicted_peak_bytes
+            self.added[setting] = max(self.added.get(setting, 0), excess)
             if retries[setting] <= _MOST_RETRIES and self.added[setting] > 0:
                 again = self.fewest_slices(setting)
                 if again is not None and again is not exact:
@@ -276,9 +304,13 @@ class _Search:
         self.unneeded.append(PassedOver(candidate=candidate, predicted_peak_bytes=None, reason=reason))
 
 
-def _nothing_fits(request: PlanRequest, budget: Budget, space: SearchSpace, search: _Search) -> NoFeasiblePlanError:
-    forecasts = list(search.known.values())
-    best = search._exact(min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes))
+def _peak(forecast: Forecast) -> int:
+    return forecast.predicted_peak_bytes
+
+
+def _nothing_fits(
+    request: PlanRequest, budget: Budget, space: SearchSpace, best: Forecast, search: _Search
+) -> NoFeasiblePlanError:
     message = no_fit_message(
         budget=budget,
         best=best,
@@ -289,7 +321,7 @@ def _nothing_fits(request: PlanRequest, budget: Budget, space: SearchSpace, sear
                 predicted_peak_bytes=other.predicted_peak_bytes,
                 reason=reason_passed_over(other, best, budget),
             )
-            for other in _without(forecasts, best)
+            for other in _without(search.known.values(), best)
         ),
         request=request,
         slicing_reason=space.slicing_reason,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PlanRequest
 from lightning_memfit.search.levers import SearchSpace
@@ -31,12 +31,13 @@ def reason_passed_over(other: Forecast, chosen: Forecast, budget: Budget) -> str
 
 
 def choices_of(
-    request: PlanRequest, space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]
+    request: PlanRequest, budget: Budget, space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]
 ) -> tuple[Choice, ...]:
     """Every lever's value with its reason and its cost.
 
     Args:
         request: what the user asked for.
+        budget: what it may use.
         space: what could be chosen.
         chosen: the candidate that was taken.
         others: the forecasts that it was compared with.
@@ -44,7 +45,7 @@ def choices_of(
     return (
         _batch_choice(request, chosen),
         _precision_choice(request, space, chosen, others),
-        _checkpointing_choice(request, space, chosen, others),
+        _checkpointing_choice(request, budget, space, chosen, others),
         _slicing_choice(space, chosen, others),
         _zeroing_choice(chosen),
         _states_choice(request, space, chosen),
@@ -70,15 +71,14 @@ def _precision_choice(request: PlanRequest, space: SearchSpace, chosen: Forecast
     if request.precision is not None:
         reason = "as given"
     elif len(space.precisions) == 1:
-        reason = "the only one that this device offers"
+        reason = space.precision_reason or "the only one that this device offers"
     else:
         reason = _against_rivals(chosen, others, lambda candidate: candidate.precision)
     return Choice(lever="precision", value=value, reason=reason)
 
 
-def _against_rivals(chosen: Forecast, others: Iterable[Forecast], value_of: object) -> str:
+def _against_rivals(chosen: Forecast, others: Iterable[Forecast], value_of: Callable[[Candidate], str]) -> str:
     """Compare with the fastest candidate that has another value of a lever."""
-    assert callable(value_of)
     mine = value_of(chosen.candidate)
     rivals = [other for other in others if value_of(other.candidate) != mine]
     timed = [rival for rival in rivals if rival.predicted_step_seconds is not None]
@@ -95,7 +95,7 @@ def _against_rivals(chosen: Forecast, others: Iterable[Forecast], value_of: obje
 
 
 def _checkpointing_choice(
-    request: PlanRequest, space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]
+    request: PlanRequest, budget: Budget, space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]
 ) -> Choice:
     candidate = chosen.candidate
     if candidate.activation_checkpointing == "none":
@@ -107,7 +107,10 @@ def _checkpointing_choice(
         return Choice(lever="activation_checkpointing", value="none", reason=reason)
     if request.activation_checkpointing != "auto":
         reason = "as given"
-    elif any(not other.candidate.checkpointed_modules and _fits(other, chosen) for other in others):
+    elif any(
+        not other.candidate.checkpointed_modules and other.predicted_peak_bytes <= budget.budget_bytes
+        for other in others
+    ):
         reason = "faster than more slices"
     else:
         reason = "does not fit without, at any slice size"
@@ -116,10 +119,6 @@ def _checkpointing_choice(
         reason += f"; costs {share:.0%} more FLOPs"
     value = f"{len(candidate.checkpointed_modules)} modules ({_abbreviated(candidate.checkpointed_modules)})"
     return Choice(lever="activation_checkpointing", value=value, reason=reason)
-
-
-def _fits(other: Forecast, chosen: Forecast) -> bool:
-    return other.predicted_peak_bytes <= chosen.predicted_peak_bytes
 
 
 def _abbreviated(names: tuple[str, ...]) -> str:

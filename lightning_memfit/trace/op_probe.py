@@ -7,6 +7,7 @@ as here because some operators keep a buffer per thread.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -70,7 +71,7 @@ class OperatorProber:
                 stderr=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "PYTHONPATH": _python_path(),
                     "PYTHONDONTWRITEBYTECODE": "1",
                 },
             )
@@ -99,7 +100,8 @@ class OperatorProber:
         """Write new results to the cache file and end the child process."""
         self._stop()
         if self._cache_file is not None and self._fresh:
-            _write_cache(self._cache_file, self._fresh)
+            with contextlib.suppress(OSError):  # a folder that cannot be written costs a second of probing
+                _write_cache(self._cache_file, self._fresh)
             self._fresh = {}
 
     def __enter__(self) -> OperatorProber:

@@ -55,6 +55,14 @@ def has_train_mode_batch_norm(module: nn.Module) -> str | None:
     return None
 
 
+def batch_norm_obstacle(module: nn.Module) -> str | None:
+    """Why a module's batches may not be sliced because of a BatchNorm, in words; ``None`` if it has none to say so."""
+    batch_norm = has_train_mode_batch_norm(module)
+    if batch_norm is None:
+        return None
+    return f"{batch_norm} normalises over the batch in train mode, so that slices would change the result."
+
+
 def check_splittable(
     *,
     module: Any,

@@ -47,7 +47,7 @@ def run_warmup(
     meter: Callable[[int], Meter] = AllocationMeter,
     timed_seconds: float = 0.0,
     verify_states: Callable[[Any], OptimizerStatesMeasurement] | None = None,
-    validation_loader: int = 0,
+    validation_loader: int | None = None,
 ) -> Measurement:
     """Run real optimizer steps and one evaluation step, measure them, and put everything back.
 
@@ -72,7 +72,8 @@ def run_warmup(
         meter: makes the meter from the bytes that are resident at its start.
         timed_seconds: seconds to spend on further steps without the profiler, at least 1 and at most 5 steps.
         verify_states: looks at an optimizer's states after the steps.
-        validation_loader: which of several validation loaders the batch is from.
+        validation_loader: which of several validation loaders that are read one after another the batch is from, which
+            Lightning then tells the step; ``None`` if there is one.
 
     Returns:
         What was measured. The seconds are those of the fastest step without the profiler. The snapshot is in none of
@@ -109,7 +110,9 @@ def run_warmup(
         with _reusable(batch) as untouched:
             with training_meter:
                 run.train(batch, untouched, num_profiled_steps)
-            states = None if verify_states is None else verify_states(trainer.optimizers[0])
+            states = None
+            if verify_states is not None and any(run.gave_loss):
+                states = verify_states(trainer.optimizers[0])
             seconds = run.time(batch, untouched, timed_seconds)
         evaluation_meter = None
         if validation_batch is not None:
@@ -183,7 +186,7 @@ def silenced(trainer: Any) -> Iterator[None]:
 class _WarmUp:
     trainer: Any
     module: Any
-    validation_loader: int
+    validation_loader: int | None
     call: Any
     """Lightning's module of functions that call hooks."""
     gave_loss: list[bool] = field(default_factory=list)
@@ -255,8 +258,8 @@ class _WarmUp:
         val_loop._on_evaluation_model_eval()
         self._hook("on_validation_start")
         self._hook("on_validation_epoch_start")
-        batch = self._to_device(batch)
-        index = self.validation_loader if _needs_dataloader_idx(self.module.validation_step) else None
+        batch = self._to_device(batch, self.validation_loader or 0)
+        index = self.validation_loader
         kwargs = val_loop._build_kwargs(batch, 0, index)
         trainer._logger_connector.on_batch_start(batch, index)
         self._hook("on_validation_batch_start", *kwargs.values())
@@ -266,10 +269,10 @@ class _WarmUp:
         trainer._logger_connector.on_batch_end()
         val_loop._on_evaluation_model_train()
 
-    def _to_device(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         batch = self.trainer.precision_plugin.convert_input(batch)
-        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self.call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        return self.call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
 
     def _hook(self, name: str, *arguments: Any) -> None:
         self.call._call_lightning_module_hook(self.trainer, name, *arguments)
@@ -324,11 +327,6 @@ def _measurement(training: Meter, evaluation: Meter | None, seconds: float, num_
         profiled_steps=num_steps,
         costliest_ops=training.costliest_ops,
     )
-
-
-def _needs_dataloader_idx(step: Callable[..., Any]) -> bool:
-    parameter = inspect.signature(step).parameters.get("dataloader_idx")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _stand_in(dummy: Any, logger: Any) -> Any:

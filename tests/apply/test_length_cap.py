@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+from transformers import BatchEncoding
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
 from lightning_memfit.apply.length_cap import at_max_length, pad_to_length
@@ -70,6 +72,19 @@ def test_a_batch_of_the_longest_length_stays_as_it_is() -> None:
 def test_source_and_target_are_both_extended() -> None:
     batch = [torch.zeros(2, 7, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 7, 4)]
     assert [tuple(tensor.shape) for tensor in pad_to_length(batch, 9)] == [(2, 9), (2, 9), (2, 9, 9)]
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict, BatchEncoding])
+def test_mappings_held_by_a_batch_class_are_extended(mapping: Any) -> None:
+    class Batch:
+        def __init__(self) -> None:
+            self.inputs = mapping({"ids": torch.zeros(2, 4, dtype=torch.int64)})
+
+    batch = Batch()
+    longest = at_max_length(ScannedBatch(batch=batch, index=0), 16)
+    assert longest.batch.inputs["ids"].shape == (2, 16) and type(longest.batch.inputs) is mapping
+    assert longest.describe().startswith("a stand-in for the longest batch: batch_idx 0, its sequences extended from 4")
+    assert batch.inputs["ids"].shape == (2, 4)
 
 
 def test_lengths_of_sequences_grow_with_the_longest() -> None:

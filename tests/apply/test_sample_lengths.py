@@ -106,12 +106,13 @@ def test_a_subset_has_the_lengths_of_its_samples() -> None:
 
 def test_tensor_datasets_have_samples_of_one_shape() -> None:
     def constant(loader: Any) -> tuple[bool, bool]:
-        found = known_lengths(loader)
-        return found is not None and found.constant, found is not None and found.same_for_every_batch(loader)
+        found, first = known_lengths(loader), next(iter(loader.batch_sampler or loader.sampler))
+        return found is not None and found.constant, found is not None and found.same_for_every_batch(loader, first)
 
     dataset = TensorDataset(torch.zeros(4, 2))
     assert constant(DataLoader(dataset, batch_size=3)) == (True, True)
     assert constant(DataLoader(dataset, batch_size=None)) == (True, True)
+    assert constant(DataLoader(dataset, batch_size=None, sampler=[[0, 1], [0, 1, 2]])) == (True, False)
     assert constant(DataLoader(Subset(dataset, [1, 2]))) == (True, True)
     assert constant(DataLoader(dataset, batch_sampler=[[0], [1, 2]])) == (True, False)  # type: ignore[arg-type]
     assert constant(DataLoader(dataset, collate_fn=lambda samples: samples)) == (False, False)

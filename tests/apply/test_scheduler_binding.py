@@ -463,3 +463,25 @@ def test_schedules_of_other_makers_that_keep_the_groups_or_wrap_a_schedule_follo
     assert warmup.groups is new.param_groups
     assert warmup.inner["after"].optimizer is new
     assert warmup.pair == (new, "name")
+
+
+class Data(list[int]):
+    """Tells whether someone walked through it."""
+
+    walked = False
+
+    def __iter__(self) -> Any:
+        self.walked = True
+        return super().__iter__()
+
+
+def test_long_lists_hold_data_and_are_not_walked() -> None:
+    old, new = pair()
+    holder = SimpleNamespace(
+        tokens=Data(range(10_000)), few=[old], table=dict.fromkeys(range(10_000), old), row=(old,) * 10_000
+    )
+    table, row = holder.table, holder.row
+    rebind(holder, Exchange([(old, new)], {}))
+    assert not holder.tokens.walked
+    assert holder.few == [new]
+    assert holder.table is table and holder.table[0] is old and holder.row is row and row[0] is old

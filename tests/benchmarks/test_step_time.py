@@ -48,7 +48,7 @@ def test_rank_correlation_is_spearmans() -> None:
 def test_the_fastest_of_the_first_three_by_prediction_is_taken() -> None:
     # The predicted best takes 1.3, the third by prediction 1.1; the very best, 1.0, is predicted to be the fourth.
     result = summarise(
-        times(candidate("a", 1, 1.3), candidate("b", 2, 1.4), candidate("c", 3, 1.1), candidate("d", 4, 1.0))
+        times(candidate("a", 10, 1.3), candidate("b", 11, 1.4), candidate("c", 12, 1.1), candidate("d", 12.1, 1.0))
     )
     (tier,) = result.tiers
     assert (tier.best, tier.predicted_best, tier.taken) == ("d", "a", "c")
@@ -57,6 +57,18 @@ def test_the_fastest_of_the_first_three_by_prediction_is_taken() -> None:
     assert [line.partition(" takes")[0] for line in result.missed] == [
         "missed: gpt rank correlation -0.800, target 0.9", "missed: gpt tier 0",
     ]  # fmt: skip
+
+
+def test_a_candidate_predicted_to_take_a_quarter_more_is_not_timed() -> None:
+    (tier,) = summarise(times(candidate("a", 10, 1.3), candidate("b", 12.6, 1.0))).tiers
+    assert (tier.taken, tier.best) == ("a", "b")
+
+
+def test_what_every_other_round_chooses_is_judged_by_the_rounds_between() -> None:
+    # "b" was lucky in a round that chooses.
+    (tier,) = summarise(times(candidate("a", 10, 1.0, 1.0, 1.0), candidate("b", 11, 1.2, 1.2, 0.9))).tiers
+    assert (tier.taken, tier.best) == ("b", "a")
+    assert tier.regret == pytest.approx(0.2)
 
 
 def test_every_tier_has_its_own_choice_and_ranks_are_over_all() -> None:
@@ -117,12 +129,12 @@ def test_candidates_run_in_turns_and_every_round_counts_its_fastest_step(monkeyp
             ran.append(self.name)
             return next(self.seconds)
 
-    # Three steps a round, the first round and the first step of each not counted.
-    a, b = Runner("a", [9, 9, 9, 9, 2, 1, 9, 3, 4]), Runner("b", [0, 0, 0, 0, 5, 6, 0, 8, 7])
+    # Three steps a round, the first two rounds and the first step of each not counted.
+    a, b = Runner("a", [9] * 6 + [9, 2, 1, 9, 3, 4]), Runner("b", [0] * 6 + [0, 5, 6, 0, 8, 7])
     runners: Any = [a, b]
     assert measure(runners, rounds=2) == [(1, 3), (5, 7)]
-    assert sorted(ran) == ["a"] * 9 + ["b"] * 9
-    assert all(len(set(ran[start : start + 3])) == 1 for start in range(0, 18, 3))
+    assert sorted(ran) == ["a"] * 12 + ["b"] * 12
+    assert all(len(set(ran[start : start + 3])) == 1 for start in range(0, 24, 3))
 
 
 def test_a_candidate_really_steps_with_its_levers() -> None:

@@ -472,6 +472,18 @@ def test_a_loader_without_a_length_works_and_that_is_said(
     assert plugin.plan.notes[0].startswith("the train loader has no length: optimizer steps per epoch are not known")
 
 
+def test_a_folder_that_cannot_be_written_is_named_once_and_the_run_goes_on(
+    make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()  # below it there is no folder, not even for root
+    trainer = make_trainer(MemFit(**AS_IT_IS), default_root_dir=tmp_path / "file" / "runs")
+    trainer.fit(Model(), DataLoader(data(), 16))
+    assert trainer.global_step == 4
+    printed = "".join(capsys.readouterr().out.split())  # a long path is divided over lines
+    assert printed.count(f"plan.yamlwasnotwrittento{tmp_path}/file/runs:") == 1
+    assert printed.count("Therungoeson.") == 1
+
+
 def test_a_precision_of_the_trainer_beside_memfits_names_both(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match="Choose one") as caught:
         make_trainer(quiet(effective_batch_size=64), precision="bf16-mixed")

@@ -68,6 +68,14 @@ class Small(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Broad(Small):
+    """Its parameters are large enough for states in 8 bits."""
+
+    def __init__(self, hidden: int = 512) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(16, hidden), nn.GELU(), nn.Linear(hidden, 16))
+
+
 class Wide(Dataset[Any]):
     def __init__(self, size: int = 48) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -107,6 +115,49 @@ def test_two_fits_of_one_trainer_equal_those_of_a_plain_one(make_trainer: MakeTr
         results.append((weights(module), random_states(), trainer.global_step, len(trainer.callbacks)))
     assert results[0] == results[1]
     assert results[0][2] == 8
+
+
+class OptimizerOfEachFit(lightning.Callback):
+    """Remembers the optimizer that each fit begins to train with, and its flag."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            (optimizer,) = trainer.optimizers
+            assert optimizer.param_groups[0]["params"][0] is next(pl_module.parameters()), "the optimizer of this fit"
+            self.seen.append((type(optimizer).__name__, optimizer.param_groups[0].get("foreach")))
+
+
+@pytest.mark.parametrize("setting", ["optimizer_implementation", "optimizer_states"])
+def test_the_optimizer_of_a_second_fit_has_the_lever_too(setting: str, make_trainer: MakeTrainer) -> None:
+    if setting == "optimizer_states":
+        pytest.importorskip("bitsandbytes")
+    lever = "8bit" if setting == "optimizer_states" else "foreach"
+    watcher = OptimizerOfEachFit()
+    plugin = MemFit(verbose=False, **{**AS_IT_IS, setting: lever})
+    trainer = make_trainer(plugin, callbacks=[watcher])
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(Broad(), DataLoader(Wide(), 12))
+    assert trainer.global_step == 8
+    assert watcher.seen == [("AdamW8bit", None) if lever == "8bit" else ("AdamW", True)] * 2
+
+
+@pytest.mark.parametrize("mode", ["apply", "off"])
+def test_after_a_fit_the_checkpoint_of_another_model_can_be_tested(
+    mode: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    other = make_trainer()
+    other.fit(Small(), DataLoader(Wide(), 12))
+    other.save_checkpoint(tmp_path / "other.ckpt")
+    trainer = make_trainer(MemFit(mode=mode, verbose=False, **{**AS_IT_IS, "optimizer_states": "8bit"}))
+    trainer.fit(Broad(), DataLoader(Wide(), 12))
+    found = trainer.test(Small(), DataLoader(Wide(12), 12), ckpt_path=tmp_path / "other.ckpt", verbose=False)
+    assert found == make_trainer().test(
+        Small(), DataLoader(Wide(12), 12), ckpt_path=tmp_path / "other.ckpt", verbose=False
+    )
 
 
 def test_a_second_trainer_finds_the_module_as_a_plain_one_leaves_it(make_trainer: MakeTrainer) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memfit import MemFit, Plan, forecast, preparation
+from lightning_memfit.apply.batch_scan import ScanLimits
 from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.hardware.rates import CallSeconds, DeviceRates, RateCurve
 from lightning_memfit.report.record import FILE_NAME
@@ -174,6 +175,20 @@ def test_planning_time_that_is_up_ends_comparisons_but_not_the_proof(make_traine
     assert any(note.startswith("planning time was up") for note in plugin.plan.notes)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_where_lightning_refuses_to_mix_precisions_that_is_said(fused: bool, make_trainer: MakeTrainer) -> None:
+    class Fused(Wide):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
+
+    plugin = MemFit(verbose=False)
+    make_trainer(plugin, gradient_clip_val=1.0).fit(Fused(), loader())
+    assert plugin.plan is not None and plugin.plan.candidate.precision == "32-true"
+    (found,) = (choice.reason for choice in plugin.plan.choices if choice.lever == "precision")
+    refused = "in mixed precision Lightning refuses to clip the gradients of a fused optimizer"
+    assert (found == refused) == fused
+
+
 # The scaler skips the first step, as it does without MemFit, so that the schedule is ahead of the optimizer.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
@@ -235,6 +250,43 @@ def test_the_largest_validation_batch_is_evaluated_in_the_proof(make_trainer: Ma
         make_trainer(plugin).fit(
             Sequences(), DataLoader(torch.ones(8, 16, 8), 4), DataLoader([torch.ones(8, 8)] * 3 + [torch.ones(9000, 8)])
         )
+
+
+def test_the_evaluation_in_the_proof_is_told_which_loader_the_largest_batch_is_from(make_trainer: MakeTrainer) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Several(Sequences):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            seen.append((len(batch), dataloader_idx))
+            self.log("size", float(len(batch)))
+
+    small, large = DataLoader(torch.ones(2, 16, 8), 2), DataLoader(torch.ones(5, 16, 8), 5)
+    for validation in ([small, large], [large, small], large):
+        plugin = MemFit(verbose=False, precision="32-true", optimizer_implementation="as-configured")
+        trainer = make_trainer(plugin, num_sanity_val_steps=0)
+        trainer.fit(Several(), DataLoader(torch.ones(8, 16, 8), 4), validation)
+    # In each run first the largest in the proof, then all of them after the epoch.
+    assert seen == [(5, 1), (2, 0), (5, 1), (5, 0), (5, 0), (2, 1), (5, 0), (5, 0)]
+
+
+def test_of_two_batches_the_notes_name_the_one_that_is_planned(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Attending(Sequences):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return (batch @ batch.mT).softmax(-1).square().mean() * self.layer(batch).square().mean()
+
+    # 64 x 16 x 8 numbers are more than 1 x 400 x 8, but 64 x 16 x 16 products are fewer than 400 x 400.
+    batches = [torch.ones(64, 16, 8), *[torch.ones(1, 400, 8)] * 9]
+    monkeypatch.setattr(preparation, "SCAN_LIMITS", ScanLimits(max_batches=4))
+    plugin = MemFit(verbose=False, precision="32-true")
+    make_trainer(plugin).fit(Attending(), DataLoader(batches, batch_size=None))
+    assert plugin.plan is not None and plugin.plan.planned_batch is not None
+    assert "(1, 400, 8) float32" in plugin.plan.planned_batch
+    assert f"forecast and proof are those of {plugin.plan.planned_batch}; a larger batch would need more" in (
+        plugin.plan.notes
+    )
+    assert not any("(64, 16, 8)" in note for note in plugin.plan.notes)
 
 
 def test_a_worst_batch_and_a_length_cap_take_the_place_of_the_scan(make_trainer: MakeTrainer) -> None:

@@ -25,6 +25,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_memfit import MemFit
+from lightning_memfit.apply.loader import TrainLoader
+from lightning_memfit.apply.step_levers import StepLevers
+from lightning_memfit.trace.op_probe import OperatorProber
 
 pytestmark = pytest.mark.usefixtures("no_probing")
 
@@ -417,6 +420,27 @@ def test_a_step_that_raises_in_the_warm_up_raises_its_own_error_and_leaves_nothi
     assert not list(_differences("", *states))
     assert callbacks[1] == callbacks[0][1:], "the warm-up's callback is gone"
     assert not list(tmp_path.rglob("plan.yaml"))
+
+
+def test_where_taking_one_lever_back_raises_the_others_are_taken_back_all_the_same(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(levers: StepLevers) -> None:
+        real(levers)
+        raise ZeroDivisionError("while taking levers back")
+
+    closed: list[str] = []
+    real = StepLevers.end
+    monkeypatch.setattr(StepLevers, "end", end)
+    monkeypatch.setattr(OperatorProber, "close", lambda prober: closed.append("prober"))
+    monkeypatch.setattr(TrainLoader, "close", lambda loader: closed.append("loader"))
+    plugin = MemFit(verbose=False, effective_batch_size=16, **AS_IT_IS)
+    trainer, module = make_trainer(plugin), Hostile()
+    with pytest.raises(ZeroDivisionError, match="while taking levers back"):
+        trainer.fit(module, mapped())
+    assert plugin.plan is not None and plugin.plan.split.accumulate_grad_batches > 1
+    assert trainer.accumulate_grad_batches == 1
+    assert closed[-2:] == ["prober", "loader"]
 
 
 def test_containers_and_tensors_stay_the_same_objects(make_trainer: MakeTrainer) -> None:

@@ -240,6 +240,20 @@ def test_a_cpu_quota_lowers_the_cores(
     assert detect_device(root=machine.root).cores == cores
 
 
+@pytest.mark.parametrize(
+    ("quota", "period", "cores"),
+    [(-1, 100_000, 8), (250_000, 100_000, 3), (50_000, 100_000, 1), (9_900_000, 100_000, 8), (0, 0, 8)],
+)
+def test_a_v1_cpu_quota_lowers_the_cores(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, quota: int, period: int, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    machine.write("proc/self/cgroup", "4:cpu,cpuacct:/job\n")
+    machine.write("sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", f"{quota}\n")
+    machine.write("sys/fs/cgroup/cpu/job/cpu.cfs_period_us", f"{period}\n")
+    assert detect_device(root=machine.root).cores == cores
+
+
 def test_without_a_model_name_the_platform_names_the_processor(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,12 +222,45 @@ def test_the_steps_of_bitsandbytes_are_added_to_rates_that_lack_them(
     monkeypatch.setattr(module, "sampled_curves", lambda halves, chosen, clock: found)
     extended = measure_rates(cache_dir=tmp_path, quantised=True)
     assert extended == replace(
-        plain, curves={**plain.curves, **steps}, unmeasured=("unquantised_optimizer float32: gone",)
+        plain, curves={**plain.curves, **steps}, noise=0.5, unmeasured=("unquantised_optimizer float32: gone",)
     )
     # The file has them from now on, and nothing was measured twice.
     assert measure_rates(cache_dir=tmp_path, quantised=False) == extended
     assert measure_rates(cache_dir=tmp_path, quantised=True) == extended
     assert len(measurements) == 1
+
+
+@pytest.mark.parametrize(("noise", "held_up"), [(0.5, 0.0), (0.25, 0.25)])
+def test_disturbance_of_the_steps_of_bitsandbytes_counts(
+    measurements: Measurements, monkeypatch: pytest.MonkeyPatch, noise: float, held_up: float
+) -> None:
+    steps = {"quantised_optimizer": {"float32": RateCurve(work=(1.0,), seconds=(3.0,))}}
+    found = SampledCurves(curves=steps, noise=noise, unmeasured=(), held_up=held_up)
+    monkeypatch.setattr(module, "sampled_curves", lambda halves, chosen, clock: found)
+    assert measure_rates(cache_dir=None, quantised=True).noise == 0.5
+
+
+def test_steps_of_bitsandbytes_that_cannot_be_measured_are_not_tried_at_every_start(
+    tmp_path: Path, measurements: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fails(halves: Halves, chosen: Any, clock: Any) -> SampledCurves:
+        tried.append(chosen)
+        return SampledCurves(curves={}, noise=0.0, unmeasured=("quantised_optimizer float32: no such operator",))
+
+    monkeypatch.setattr(module, "sampled_curves", fails)
+    first = measure_rates(cache_dir=tmp_path, quantised=True)
+    assert measure_rates(cache_dir=tmp_path, quantised=True) == first
+    assert len(tried) == 1
+    assert first.unmeasured == ("quantised_optimizer float32: no such operator",)
+
+
+def test_a_cache_that_cannot_be_written_costs_measuring_and_nothing_else(
+    tmp_path: Path, measurements: Measurements
+) -> None:
+    (tmp_path / "file").touch()
+    assert measure_rates(cache_dir=tmp_path / "file" / "cache", quantised=False) == measurements[0]
 
 
 def test_bitsandbytes_is_measured_by_default_only_where_it_is_imported_already(

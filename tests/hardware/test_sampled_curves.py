@@ -72,6 +72,17 @@ def test_the_fastest_round_counts_and_the_distance_of_the_second_is_noise(halves
     assert found.noise == pytest.approx(0.2)
 
 
+def test_a_small_call_that_is_held_up_in_every_round_neither_ends_the_sizes_nor_the_measuring(halves: Halves) -> None:
+    machine = Machine()
+    # 3 ms are above the limit of 1.5 ms for a larger size to follow, but not where fewer than three sizes are there.
+    sample = machine.sample(lambda size: 3e-3 if size == 64 else 3e-4, 64, 128, 256, 512)
+    found = sampled_curves(halves, [sample], machine.clock)
+    # 12 bytes an element; the time of the first is above what a call so small can take.
+    assert found.curves["elementwise"]["float32"].work == (12 * 128, 12 * 256, 12 * 512)
+    assert found.noise == pytest.approx(0.0)
+    assert found.held_up == 1 / 4
+
+
 def test_sizes_end_where_a_call_takes_too_long(halves: Halves) -> None:
     machine = Machine()
     # 1, 2, 3 and 4 ms: three sizes are wanted at least, and the third is above the limit of 1.5 ms.
@@ -95,9 +106,12 @@ def test_rounds_end_when_they_take_too_long(halves: Halves) -> None:
     assert len(calls) == 4
 
 
-def test_an_operator_that_this_build_lacks_is_named_and_the_others_are_measured(halves: Halves) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, LookupError, NotImplementedError])
+def test_an_operator_that_this_build_lacks_is_named_and_the_others_are_measured(
+    halves: Halves, error: type[Exception]
+) -> None:
     def missing(halves: Halves, size: int, dtype: torch.dtype) -> Call:
-        raise RuntimeError("not implemented for 'Half'\nand more")
+        raise error("not implemented for 'Half'\nand more")
 
     machine = Machine()
     lacking = Sample(kind="convolution", sizes=(1, 2), make=missing)

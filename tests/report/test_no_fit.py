@@ -71,7 +71,8 @@ def with_memory(**changes: Any) -> Forecast:
 
 def test_the_whole_message() -> None:
     # missing: 130 - 100; floor 20 + 10 + 40 = 70 is below the budget; of the samples 50 + 8 + 2 = 60
-    assert message().splitlines() == [
+    request = PlanRequest(budget=100 * MIB, precision="32-true")
+    assert message(request=request).splitlines() == [
         "No plan fits the budget of 100.0 MiB: the smallest one found needs 130.0 MiB (predicted, allocated), "
         "30.00 MiB too much.",
         "Budget: as given.",
@@ -82,7 +83,7 @@ def test_the_whole_message() -> None:
         "  - micro_batch_size: 4 (400.0 MiB), 2 (250.0 MiB), 1 (130.0 MiB)",
         "  - activation_checkpointing: none (250.0 MiB), 2 modules (130.0 MiB)",
         "  - zeroing gradients before or after the forward: after (250.0 MiB), before (130.0 MiB)",
-        "  - precision: 32-true (130.0 MiB)",
+        "  - precision: 32-true (130.0 MiB); pinned by you",
         "Ruled out without a forecast:",
         "  - needs more than one that does not fit",
         "What would help:",
@@ -92,6 +93,10 @@ def test_the_whole_message() -> None:
         "a micro-batch of 1",
         "  - an optimizer with smaller states: these hold 40.00 MiB of the peak",
     ]
+
+
+def test_a_precision_that_the_search_was_free_to_take_is_not_offered() -> None:
+    assert "bf16-mixed" not in message(request=PlanRequest(budget=100 * MIB))
 
 
 def test_a_measured_peak_replaces_the_predicted_one() -> None:

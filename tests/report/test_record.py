@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import yaml
@@ -18,12 +19,12 @@ from lightning_memfit.report.record import write_record
 
 def test_a_record_is_read_back_as_the_plan(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
     path = write_record(plan, measurement, tmp_path / "run" / "1")
-    assert path == tmp_path / "run" / "1" / "plan.yaml"
+    assert path == str(tmp_path / "run" / "1" / "plan.yaml")
     assert Plan.load(path) == plan
 
 
 def test_a_record_holds_what_was_measured_as_plain_data(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
-    content = yaml.safe_load(write_record(plan, measurement, tmp_path).read_text())
+    content = yaml.safe_load(Path(write_record(plan, measurement, tmp_path)).read_text())
     measured = content["measured"]
     assert measured["measured_peak_allocated_bytes"] == 561 * 1024**2
     assert measured["measured_peak_bytes"] == 561 * 1024**2
@@ -33,13 +34,13 @@ def test_a_record_holds_what_was_measured_as_plain_data(plan: Plan, measurement:
 
 def test_a_record_without_a_warm_up_says_so(plan: Plan, tmp_path: Path) -> None:
     path = write_record(plan, None, tmp_path)
-    assert yaml.safe_load(path.read_text())["measured"] is None
+    assert yaml.safe_load(Path(path).read_text())["measured"] is None
     assert Plan.load(path) == plan
 
 
 def test_a_record_names_versions_and_time(plan: Plan, tmp_path: Path) -> None:
     before = datetime.now(UTC).replace(microsecond=0)
-    content = yaml.safe_load(write_record(plan, None, tmp_path).read_text())
+    content = yaml.safe_load(Path(write_record(plan, None, tmp_path)).read_text())
     assert content["versions"]["torch"] == torch.__version__
     assert content["versions"]["python"] == platform.python_version()
     assert content["versions"]["lightning_memfit"] == __version__
@@ -66,14 +67,14 @@ def test_lightning_is_found_under_either_name(
         return installed[name]
 
     monkeypatch.setattr(metadata, "version", version)
-    assert yaml.safe_load(write_record(plan, None, tmp_path).read_text())["versions"]["lightning"] == expected
+    assert yaml.safe_load(Path(write_record(plan, None, tmp_path)).read_text())["versions"]["lightning"] == expected
 
 
 def test_an_earlier_record_is_replaced_and_nothing_is_left_beside_it(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("old")
     path = write_record(plan, None, tmp_path)
     assert Plan.load(path) == plan
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.iterdir()) == [Path(path)]
 
 
 def test_a_failed_write_leaves_the_earlier_record(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +88,18 @@ def test_a_failed_write_leaves_the_earlier_record(plan: Plan, tmp_path: Path, mo
         write_record(plan, None, tmp_path)
     assert (tmp_path / "plan.yaml").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_record_goes_to_a_remote_folder_too(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_record(plan, None, "memory://runs/one")
+    memory = fsspec.filesystem("memory")
+    try:
+        assert path == "memory://runs/one/plan.yaml"
+        assert Plan.from_dict(yaml.safe_load(memory.cat_file("/runs/one/plan.yaml"))) == plan
+    finally:
+        memory.rm("/runs", recursive=True)
+    assert not list(tmp_path.iterdir()), "no local folder of that name"
 
 
 def test_writing_a_record_moves_no_random_numbers(plan: Plan, tmp_path: Path) -> None:

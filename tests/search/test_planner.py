@@ -116,6 +116,22 @@ def test_recomputing_is_taken_where_no_slice_is_small_enough() -> None:
     )
 
 
+def test_recomputing_where_more_slices_fit_too_is_said_to_be_faster_than_these() -> None:
+    def peak(candidate: Candidate) -> int:
+        return 20 + candidate.split.micro_batch_size * (10 - 3 * len(candidate.checkpointed_modules))
+
+    def seconds_of(candidate: Candidate) -> float:
+        return 1 + 0.05 * len(candidate.checkpointed_modules) + 0.3 * (candidate.split.num_slices - 1)
+
+    whole = BatchSplit(effective_batch_size=16, loader_batch_size=16, slice_sizes=(16,))
+    budget = Budget(budget_bytes=100, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
+    space = search_space(PlanRequest(), whole, blocks=BLOCKS)
+    plan = search_plan(PlanRequest(), DEVICE, budget, space, Evaluator(peak, seconds_of)).plan
+    # Recomputing both blocks, 16 samples need 20 + 16 x 4 = 84. Without, 8 need 20 + 8 x 10 = 100, and fit too.
+    assert len(plan.candidate.checkpointed_modules) == 2 and plan.forecast.predicted_peak_bytes == 84
+    assert choice(plan, "activation_checkpointing").reason == "faster than more slices; costs 25% more FLOPs"
+
+
 def test_gradients_are_zeroed_early_only_where_only_that_fits() -> None:
     fits_late, _ = plan_for(3100, linear(gradients=500))
     assert not fits_late.candidate.zero_gradients_early
@@ -313,6 +329,51 @@ def test_an_estimate_is_confirmed_and_one_that_was_too_low_is_searched_again() -
     assert found.plan.forecast.confirmed and found.plan.forecast.predicted_peak_bytes == 260
 
 
+def nearly_found(budget: int, estimated: PeakOf, exact: PeakOf) -> tuple[Found, Evaluator]:
+    """A search over slices alone, by estimates that are confirmed."""
+    request = PlanRequest(precision="32-true", activation_checkpointing="none")
+    whole = BatchSplit(effective_batch_size=16, loader_batch_size=16, slice_sizes=(16,))
+    formed = Budget(budget_bytes=budget, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
+    evaluate = Evaluator(exact)
+    space = search_space(request, whole, blocks=(), states_reason="no")
+    return (
+        search_plan(
+            request, DEVICE, formed, space, evaluate, estimate=Evaluator(estimated, confirmed=False), contenders=3
+        ),
+        evaluate,
+    )
+
+
+def test_a_plan_that_only_its_estimate_is_over_the_budget_for_is_found() -> None:
+    def exact(candidate: Candidate) -> int:
+        return 990 + 5 * candidate.split.micro_batch_size
+
+    # One sample needs 995, and is estimated at 1005: 0.5 % over the budget.
+    found, _ = nearly_found(1000, lambda candidate: exact(candidate) + 10, exact)
+    assert found.plan.split.micro_batch_size == 1 and found.plan.forecast.predicted_peak_bytes == 995
+    assert found.plan.forecast.confirmed and found.contenders == (found.plan.forecast,)
+
+
+def test_the_smallest_is_forecast_before_nothing_is_said_to_fit() -> None:
+    # 1100 is estimated, which is 10 % over the budget, for 999.
+    found, _ = nearly_found(1000, lambda candidate: 1100 + candidate.split.micro_batch_size, lambda candidate: 999)
+    assert found.plan.forecast.predicted_peak_bytes == 999
+    with pytest.raises(NoFeasiblePlanError, match="the smallest one found needs 1001 B"):
+        nearly_found(1000, lambda candidate: 1100 + candidate.split.micro_batch_size, lambda candidate: 1001)
+
+
+def test_of_the_bytes_that_estimates_were_too_low_by_the_most_are_added_and_not_all_of_them() -> None:
+    def exact(candidate: Candidate) -> int:
+        size = candidate.split.micro_batch_size
+        return 10 * size + (30 if size >= 8 else 45)
+
+    # The budget is 80. 8 samples are estimated at 80, and need 110; with 30 added 4 are at 70, and need 85; with 45
+    # added 3 are at 75, which they need. With 30 + 45 = 75 added not even one sample would be tried.
+    found, evaluate = nearly_found(80, lambda candidate: 10 * candidate.split.micro_batch_size, exact)
+    assert [candidate.split.micro_batch_size for candidate in evaluate.asked] == [8, 4, 3]
+    assert found.plan.forecast.predicted_peak_bytes == 75
+
+
 def test_time_that_is_up_ends_the_search_with_what_was_found_and_says_so() -> None:
     found = found_for(200, flat, seconds(fused=0.1), out_of_time=lambda: True)
     assert found.plan.candidate.optimizer_implementation == "as-configured"
@@ -453,3 +514,20 @@ def test_the_number_of_forecasts_is_bounded(samples: int, shape: str) -> None:
 def test_a_straight_line_is_found_in_a_handful_of_slice_counts() -> None:
     _, evaluate = plan_for(1000 + 100 * 37, linear(), samples=512, request=PlanRequest(activation_checkpointing="none"))
     assert len({candidate.split.num_slices for candidate in evaluate.asked}) <= 4
+
+
+def test_what_a_plan_made_unneeded_is_looked_at_where_that_plan_does_not_fit_after_all() -> None:
+    request = PlanRequest(precision="32-true", micro_batch_size=1)
+    whole = BatchSplit(effective_batch_size=16, loader_batch_size=16, slice_sizes=(16,))
+    formed = Budget(budget_bytes=1000, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
+    found = search_plan(
+        request,
+        DEVICE,
+        formed,
+        search_space(request, whole, blocks=BLOCKS, states_reason="no"),
+        Evaluator(lambda candidate: 990 if candidate.checkpointed_modules else 1001),
+        estimate=Evaluator(lambda candidate: 1005 if candidate.checkpointed_modules else 999, confirmed=False),
+        contenders=3,
+    )
+    assert found.plan.candidate.checkpointed_modules
+    assert found.plan.forecast.predicted_peak_bytes == 990

@@ -73,6 +73,12 @@ def test_results_are_kept_in_a_file_and_the_process_ends(tmp_path: Path, monkeyp
         assert again._process is None
 
 
+def test_a_cache_that_cannot_be_written_costs_probing_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with OperatorProber(cache_dir=tmp_path / "file" / "cache") as prober:
+        assert prober.probe([SIN]).results
+
+
 @pytest.mark.parametrize("contents", [b"{", b"\xff\xfe\x00", b"[1, 2]", b'{"key": [1, 2]}', b'{"key": "text"}', b""])
 def test_a_damaged_file_is_read_as_empty(tmp_path: Path, contents: bytes) -> None:
     file = OperatorProber(cache_dir=tmp_path)._cache_file

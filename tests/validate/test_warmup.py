@@ -374,6 +374,37 @@ def test_the_measured_peaks_are_those_worked_out_by_hand(tmp_path: Path) -> None
     assert len(measured.costliest_ops) == 5
 
 
+@pytest.mark.parametrize(("loader", "told"), [(1, 1), (0, 0), (None, None)], ids=["second", "first", "only one"])
+def test_the_evaluation_step_is_told_the_loader_of_its_batch_as_lightning_tells_it(
+    loader: int | None, told: int | None
+) -> None:
+    steps: list[int | None] = []
+    transfers: list[int] = []
+
+    class Several(OneLinear):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            if self.trainer.validating:
+                transfers.append(dataloader_idx)
+            return batch
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
+            steps.append(dataloader_idx)
+
+    class Measure(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            run_warmup(
+                trainer=trainer, module=pl_module, batch=[torch.ones(4, 256)], validation_batch=[torch.ones(8, 256)],
+                accumulate_grad_batches=1, num_profiled_steps=2, spare_bytes=100 * MIB, validation_loader=loader,
+            )  # fmt: skip
+
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, num_sanity_val_steps=0, limit_val_batches=0, callbacks=[Measure()],
+    )  # fmt: skip
+    _fit_one(trainer, Several())
+    assert steps == [told] and transfers == [loader or 0]
+
+
 def test_states_that_exist_already_are_resident_and_gradients_are_not(tmp_path: Path) -> None:
     class Twice(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
