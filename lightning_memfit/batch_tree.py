@@ -103,8 +103,8 @@ def detach_tensors(value: Any) -> Any:
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same tree with ``function`` of every tensor.
 
-    Of an object of an unknown class the attributes that are tensors, lists, tuples or mappings are looked into, so that a
-    batch class of the user's own is seen; such an object inside another is not.
+    Of an object of an unknown class the attributes that are tensors, lists, tuples or mappings are looked into, so that
+    a batch class of the user's own is seen; such an object inside another is not.
     """
     return _map(batch, function, inside_objects=True)
 

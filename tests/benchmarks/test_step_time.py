@@ -64,6 +64,11 @@ def test_a_candidate_predicted_to_take_a_quarter_more_is_not_timed() -> None:
     assert (tier.taken, tier.best) == ("a", "b")
 
 
+def test_a_contender_must_be_2_percent_faster_than_the_predicted_best() -> None:
+    (tier,) = summarise(times(candidate("a", 10, 1.0, 1.0), candidate("b", 11, 0.99, 0.9))).tiers
+    assert (tier.taken, tier.best) == ("a", "b")
+
+
 def test_what_every_other_round_chooses_is_judged_by_the_rounds_between() -> None:
     # "b" was lucky in a round that chooses.
     (tier,) = summarise(times(candidate("a", 10, 1.0, 1.0, 1.0), candidate("b", 11, 1.2, 1.2, 0.9))).tiers
