@@ -79,6 +79,9 @@ def measurement_renderable(plan: Plan, measurement: Measurement) -> RenderableTy
     """Build what :func:`render_measurement` prints."""
     peak, budget = measurement.measured_peak_bytes, plan.budget.budget_bytes
     facts = _facts()
+    if measurement.timed_plans:
+        words = f" (the fastest of {len(measurement.timed_plans)} that were timed)"
+        facts.add_row("plan", Text(plan.candidate.label) + words)
     facts.add_row("measured", _use_of_budget(peak, budget))
     facts.add_row("", _budget_bar(peak, budget))
     facts.add_row(

@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console, RenderableType
 
-from lightning_memfit.plan import Choice, Measurement, MemoryBreakdown, Plan
+from lightning_memfit.plan import Choice, Measurement, MemoryBreakdown, Plan, TimedPlan
 from lightning_memfit.report.table import (
     best_passed_over,
     measurement_renderable,
@@ -207,6 +207,23 @@ def test_use_of_the_budget_and_step_time_are_shown(plan: Plan, measurement: Meas
     # 561 / 700 = 80.14 %
     assert "peak allocated 561.0 MiB of 700.0 MiB (80.1 %): fits, 139.0 MiB left" in text
     assert "812 ms per optimizer step" in text
+
+
+def test_after_a_contest_the_winner_is_named_and_every_time_shown(plan: Plan, measurement: Measurement) -> None:
+    fused = dataclasses.replace(plan.candidate, optimizer_implementation="fused")
+    timed = tuple(
+        TimedPlan(
+            candidate=each,
+            predicted_step_seconds=0.4,
+            measured_step_seconds=seconds,
+            measured_peak_allocated_bytes=310 * MIB,
+        )
+        for each, seconds in ((plan.candidate, 0.5), (fused, None))
+    )
+    text = rendered(measurement_renderable(plan, dataclasses.replace(measurement, timed_plans=timed)))
+    assert f"{plan.candidate.label} (the fastest of 2 that were timed)" in in_one_line(text)
+    assert "fused optimizer" in text and "500 ms" in text
+    assert "that were timed" not in rendered(measurement_renderable(plan, measurement))
 
 
 def test_a_measured_peak_over_the_budget_says_so(plan: Plan, measurement: Measurement) -> None:
