@@ -1,0 +1,10 @@
+"""All programs of the zoo, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.zoo import data_programs
+from tests.zoo.program import Program
+
+PROGRAMS: Mapping[str, Program] = {program.name: program for program in (*data_programs.PROGRAMS,)}
