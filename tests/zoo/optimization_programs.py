@@ -1,0 +1,180 @@
+"""Optimizers, and what people do around them: several, frozen and tied parameters, averages, clipping, closures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils.checkpoint import checkpoint
+
+from tests.zoo.loss_programs import of
+from tests.zoo.models import WIDTH, Classifier, blocks
+from tests.zoo.program import SGD_MOMENTUM, Program
+
+
+class Adversarial(Classifier):
+    """A generator and a discriminator, each with its optimizer, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        make, judge = self.optimizers()
+        real, made = batch[0], self.blocks(batch[0].flip(-1))
+        on_real, on_made = self.judge(real), self.judge(made.detach())
+        loss = F.softplus(-on_real).mean() + F.softplus(on_made).mean()
+        judge.zero_grad()
+        self.manual_backward(loss)
+        judge.step()
+        make.zero_grad()
+        self.manual_backward(F.softplus(-self.judge(made)).mean())
+        make.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.blocks.parameters(), **SGD_MOMENTUM), torch.optim.SGD(
+            self.judge.parameters(), **SGD_MOMENTUM
+        )
+
+
+class ByHand(Classifier):
+    """Manual optimization with one optimizer, which accumulates over two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Groups(Classifier):
+    """No weight decay on biases, and a learning rate per group that a schedule moves."""
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        rest = [p for p in self.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.SGD(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}], **SGD_MOMENTUM
+        )
+        schedule = OneCycleLR(optimizer, max_lr=[0.1, 0.02], total_steps=10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Plateau(Classifier):
+    """A schedule that looks at a logged metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), **SGD_MOMENTUM)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "loss"},
+        }
+
+
+class Frozen(Classifier):
+    """The first blocks get no gradients; the optimizer holds all parameters all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+
+class Tied(Classifier):
+    """One matrix in two places, as embeddings and heads share theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+
+
+class Unused(Classifier):
+    """A parameter that no step uses: it has no gradient, with and without recomputing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Recomputing(Classifier):
+    """Checkpoints itself, as many libraries' models do when asked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Unfreezing(Classifier):
+    """Unfreezes its first block after the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[0].requires_grad_(self.current_epoch > 0)
+
+
+class Penalised(Classifier):
+    """The loss has a term of the weights, the same for every slice."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+
+
+class Deep(Classifier):
+    """More blocks than others, of which a skip goes around each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def clipping(value: float, algorithm: str) -> Any:
+    def trainer() -> Mapping[str, Any]:
+        return {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+
+    return trainer
+
+
+PROGRAMS = (
+    Program(name="two optimizers by hand", make=of(Adversarial), runs_alone="manual optimization"),
+    Program(name="one optimizer by hand", make=of(ByHand), runs_alone="manual optimization"),
+    Program(name="parameter groups and OneCycleLR", make=of(Groups)),
+    Program(name="ReduceLROnPlateau", make=of(Plateau)),
+    Program(name="frozen parameters", make=of(Frozen)),
+    Program(name="unfrozen later", make=of(Unfreezing)),
+    Program(name="tied weights", make=of(Tied)),
+    Program(name="unused parameters", make=of(Unused)),
+    Program(name="a penalty of the weights", make=of(Penalised)),
+    Program(name="skips around blocks", make=of(Deep)),
+    Program(name="a model that checkpoints itself", make=of(Recomputing)),
+    Program(name="gradients clipped by norm", make=of(Classifier), trainer=clipping(0.5, "norm")),
+    Program(name="gradients clipped by value", make=of(Classifier), trainer=clipping(0.01, "value")),
+    Program(
+        name="EMA of the weights", make=of(Classifier), trainer=lambda: {"callbacks": [EMAWeightAveraging(decay=0.9)]}
+    ),
+    Program(
+        name="SWA",
+        make=of(Classifier),
+        trainer=lambda: {"callbacks": [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], "max_epochs": 3},
+    ),
+)
