@@ -63,6 +63,7 @@ class Forecaster:
         prepare_optimizer: gives the optimizer a candidate's states and implementation; by default what
             :func:`~lightning_memfit.apply.optimizer_levers.with_levers` gives it. Also called under fake tensors.
         rates: how fast the device is; ``None`` leaves times out.
+        callback_bytes: what callbacks hold beside the step.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Forecaster:
         step_contexts: Callable[[Precision], StepContext] | None = None,
         prepare_optimizer: PrepareOptimizer | None = None,
         rates: DeviceRates | None = None,
+        callback_bytes: int = 0,
     ) -> None:
         self.untraceable: str | None = None
         """Why the step could not be traced, once it was tried and could not."""
@@ -86,6 +88,7 @@ class Forecaster:
         self._contexts = step_contexts or autocast_context
         self._prepare = prepare_optimizer or self._with_levers
         self._rates = rates
+        self.callback_bytes = callback_bytes
         self._records = RecordedSteps(self._given, prober, find_repeated_blocks(program.module), rates)
         self._timelines: dict[Candidate, Timeline] = {}
         self._steps: dict[Any, _OptimizerStep] = {}
@@ -189,7 +192,7 @@ class Forecaster:
             self._records.distrust(candidate, self._records.variant_of(candidate))
         return Forecast(
             candidate=candidate,
-            memory=memory,
+            memory=memory.beside(self.callback_bytes),
             flops=timeline.flops,
             recomputed_flops=timeline.recomputed_flops,
             predicted_step_seconds=self._seconds(timeline, candidate.split),
@@ -209,7 +212,7 @@ class Forecaster:
         self._derived_peaks[candidate] = memory.peak_allocated_bytes
         return Forecast(
             candidate=candidate,
-            memory=memory,
+            memory=memory.beside(self.callback_bytes),
             flops=flops,
             recomputed_flops=recomputed_flops,
             predicted_step_seconds=_whole(recorded.seconds, variant, step.seconds),
@@ -276,7 +279,7 @@ class Forecaster:
         line = self._lines[key]
         return Forecast(
             candidate=candidate,
-            memory=line.at(candidate.split.micro_batch_size),
+            memory=line.at(candidate.split.micro_batch_size).beside(self.callback_bytes),
             method="extrapolated",
             notes=(
                 f"the step could not be traced ({self.untraceable}); its peak is a straight line through real steps of "

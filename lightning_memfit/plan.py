@@ -7,7 +7,7 @@ add values and not shapes. Nothing here imports Lightning, OmegaConf or ``torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -29,7 +29,9 @@ OptimizerImplementation = Literal["as-configured", "single-tensor", "foreach", "
 Offload = Literal["never", "optimizer", "parameters"]
 Mode = Literal["apply", "report", "off"]
 OnNoFit = Literal["raise", "skip", "value"]
-Category = Literal["parameters", "buffers", "gradients", "optimizer_states", "activations", "temporaries", "inputs"]
+Category = Literal[
+    "parameters", "buffers", "gradients", "optimizer_states", "activations", "temporaries", "inputs", "callbacks"
+]
 Phase = Literal["forward", "zero_grad", "backward", "gradient_clipping", "optimizer_step", "evaluation"]
 Method = Literal["traced", "extrapolated", "floor"]
 
@@ -249,6 +251,17 @@ class MemoryBreakdown:
     """Qualified name of the module at the peak; ``""`` is the root."""
     num_parameters: int
     """Distinct parameters of the model, tied ones counted once."""
+
+    def beside(self, callback_bytes: int) -> MemoryBreakdown:
+        """The same with what callbacks hold all the time, in bytes."""
+        if not callback_bytes:
+            return self
+        return replace(
+            self,
+            peak_allocated_bytes=self.peak_allocated_bytes + callback_bytes,
+            by_category={**self.by_category, "callbacks": callback_bytes},
+            by_phase={phase: size + callback_bytes for phase, size in self.by_phase.items()},
+        )
 
     @property
     def bytes_per_parameter(self) -> float | None:

@@ -25,6 +25,7 @@ from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
+from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest
@@ -157,7 +158,7 @@ class Preparation:
         try:
             return self.forecaster.estimate(candidate)
         except TraceError as error:
-            return _floor(candidate, self.module, self.batch, error)
+            return self._floor(candidate, error)
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """What a candidate needs; where its step can neither be traced nor run yet, what it certainly needs.
@@ -169,7 +170,11 @@ class Preparation:
             return self.forecaster(candidate)
         except TraceError as error:
             # A step may need what a later hook sets up. The warm-up runs after those, and raises the user's own errors.
-            return _floor(candidate, self.module, self.batch, error)
+            return self._floor(candidate, error)
+
+    def _floor(self, candidate: Candidate, error: TraceError) -> Forecast:
+        floor = _floor(candidate, self.module, self.batch, error)
+        return replace(floor, memory=floor.memory.beside(self.forecaster.callback_bytes))
 
     def space(self, slicing_obstacle: str | None) -> SearchSpace:
         """What may be chosen, given why the batch may not be sliced (``None``: it may).
@@ -246,6 +251,7 @@ def prepare(
     batch = scanned.batch
     device, program = detect_device("local"), _program(trainer, module)
     rates = measure_rates(cache_dir=cache_dir)
+    kept = callback_bytes(trainer, module)
     resident_batches = _resident_batches(loader, scanned)
     return Preparation(
         request=request,
@@ -258,8 +264,17 @@ def prepare(
         planned_batch=scanned.describe(),
         rival=scanned.rival,
         device=device,
-        budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch)),
-        forecaster=_forecaster(program, batch, functions, prober, resident_batches, rates),
+        budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch) + kept),
+        forecaster=Forecaster(
+            program,
+            batch,
+            prober=prober,
+            divide=functions.divide,
+            samples_of=functions.samples_of,
+            resident_batches=resident_batches,
+            rates=rates,
+            callback_bytes=kept,
+        ),
         resident_batches=resident_batches,
         scan_is_complete=scanned.complete,
         notes=(*_notes(trainer, loader, loader_plan), *_rough_rates(rates)),
@@ -308,25 +323,6 @@ def _program(trainer: Any, module: Any) -> StepProgram:
 
     program = program_of(module, clip_gradients=clip)
     return replace(program, make_optimizer=lambda: _the_optimizer(trainer, module))
-
-
-def _forecaster(
-    program: StepProgram,
-    batch: Any,
-    functions: BatchFunctions,
-    prober: OperatorProber,
-    resident_batches: int,
-    rates: DeviceRates,
-) -> Forecaster:
-    return Forecaster(
-        program,
-        batch,
-        prober=prober,
-        divide=functions.divide,
-        samples_of=functions.samples_of,
-        resident_batches=resident_batches,
-        rates=rates,
-    )
 
 
 def _floor(candidate: Candidate, module: Any, batch: Any, error: TraceError) -> Forecast:

@@ -40,7 +40,16 @@ SHOWN_PASSED_OVER = 6
 SHOWN_OPS = 5
 
 # The anatomy in the order in which a model comes to hold them.
-_ANATOMY = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "inputs", "buffers")
+_ANATOMY = (
+    "parameters",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "temporaries",
+    "inputs",
+    "buffers",
+    "callbacks",
+)
 
 
 def render_plan(plan: Plan, *, console: Console | None = None) -> None:

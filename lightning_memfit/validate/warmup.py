@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
@@ -92,6 +93,7 @@ def run_warmup(
     )
     roots = [*_roots(trainer), batch, validation_batch]
     where = _place(snapshot_in, spare_bytes, [module, *trainer.optimizers, batch, validation_batch])
+    beside = callback_bytes(trainer, module)
     with (
         take_snapshot(
             module,
@@ -104,7 +106,7 @@ def run_warmup(
         torch.enable_grad(),
     ):
         _drop_gradients(module, trainer.optimizers)
-        resident = storage_bytes(reachable_tensors([module, *trainer.optimizers, batch]))
+        resident = beside + storage_bytes(reachable_tensors([module, *trainer.optimizers, batch]))
         resident += (resident_batches - 1) * storage_bytes(reachable_tensors([batch]))
         training_meter = meter(resident)
         with _reusable(batch) as untouched:
@@ -116,7 +118,7 @@ def run_warmup(
             seconds = run.time(batch, untouched, timed_seconds)
         evaluation_meter = None
         if validation_batch is not None:
-            evaluation_meter = run.evaluate(validation_batch, meter)
+            evaluation_meter = run.evaluate(validation_batch, meter, beside)
     measurement = _measurement(
         training_meter, evaluation_meter, seconds, num_profiled_steps if any(run.gave_loss) else 0
     )
@@ -243,10 +245,10 @@ class _WarmUp:
         self._hook("on_train_batch_end", output, batch, index)
         trainer._logger_connector.on_batch_end()
 
-    def evaluate(self, batch: Any, meter: Callable[[int], Meter]) -> Meter:
+    def evaluate(self, batch: Any, meter: Callable[[int], Meter], beside: int) -> Meter:
         """Run one evaluation step as the validation loop does inside an epoch: gradients are gone, states exist."""
         self._hook("on_validation_model_zero_grad")
-        running = meter(storage_bytes(reachable_tensors([self.module, *self.trainer.optimizers, batch])))
+        running = meter(beside + storage_bytes(reachable_tensors([self.module, *self.trainer.optimizers, batch])))
         self.trainer.validating = True
         with running, torch.no_grad():
             self._evaluation_step(batch)

@@ -12,6 +12,7 @@ Where a lever does not apply to a program, the test is that MemFit says so, and 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -192,3 +193,19 @@ def test_the_peak_is_predicted(name: str, tmp_path: Path) -> None:
     assert (plan.forecast.method == "traced") == program.traceable
     error = plan.forecast.memory.peak_allocated_bytes / measured.measured_peak_allocated_bytes - 1
     assert abs(error) <= (0.005 if program.traceable else 0.03)
+
+
+@pytest.mark.parametrize("name", ["EMA of the weights", "SWA"])
+def test_the_copies_of_the_weights_that_callbacks_hold_are_in_the_peak(name: str, tmp_path: Path) -> None:
+    program = PROGRAMS[name]
+    plugin = MemFit(verbose=False, **pinned(program, "no-op"))
+    weights, _ = train(program, tmp_path, plugin)
+    plan, measured = planned(plugin), plugin.measured
+    copies = plan.forecast.memory.by_category["callbacks"]
+    parameters = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    assert parameters <= copies <= parameters + 8  # a count of the averages beside the weights
+    plain_plan = MemFit(verbose=False, **pinned(program, "no-op"))
+    train(dataclasses.replace(program, trainer=dict), tmp_path, plain_plan)
+    assert measured is not None and plain_plan.measured is not None
+    more = measured.measured_peak_allocated_bytes - plain_plan.measured.measured_peak_allocated_bytes
+    assert more == copies
