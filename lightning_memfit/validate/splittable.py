@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class SplitVerdict:
     """True if nothing was found that speaks against slicing."""
     reason: str
     """What was found, in words, with the way out where there is one."""
+    undecided: bool = False
+    """Whether a repeat of the undivided batch gave another loss, so that nothing can be told from slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,10 @@ def check_splittable(
 ) -> SplitVerdict:
     """Compare the loss of some samples with the weighted mean over their halves (of four: two and two).
 
-    In eval mode, so that dropout is no difference, without autocast and, unless the step itself needs them, without
-    gradients. Everything is put back: module, batch and random generators. A batch of one sample is never sliced.
+    First in eval mode, so that dropout is no difference; then in the modes of the fit, since a layer of the user's own
+    may normalise over the batch only while training. There a repeat that gives another loss (dropout, noise) ends the
+    comparison. Without autocast and, unless the step itself needs them, without gradients. Everything is put back:
+    module, batch and random generators. A batch of one sample is never sliced.
 
     Args:
         module: the LightningModule.
@@ -89,8 +93,8 @@ def check_splittable(
         batch_size: samples in ``batch``; ``None`` reads it off the batch.
         compared_samples: how many of them are compared with their halves; at most all.
 
-    Ignores: layers that couple the samples of a batch in training mode only, BatchNorm apart, and coupling among more
-    samples than are compared only.
+    Ignores: layers that couple the samples of a batch in training mode only, beside dropout (BatchNorm apart), and
+    coupling among more samples than are compared only.
     """
     coupled = has_train_mode_batch_norm(module)
     if coupled is not None:
@@ -123,40 +127,56 @@ def _parts(
 def _compare(
     module: Any, training_step: Callable[[Any], Any], whole: _Part, parts: list[_Part], join: Join
 ) -> SplitVerdict:
-    first, second, *outputs = _run(module, training_step, [whole, whole, *parts])
+    verdict, outputs = _compare_losses(module, training_step, whole, parts, evaluating=True)
+    if not verdict.exact:
+        return verdict
+    join([_extras(output) for output in outputs], [part.samples for part in parts], [part.weight for part in parts])
+    if any(layer.training for layer in module.modules()):
+        coupled, _ = _compare_losses(module, training_step, whole, parts, evaluating=False)
+        if not coupled.exact and not coupled.undecided:
+            return replace(coupled, reason=f"In train mode: {coupled.reason}")
+    return verdict
+
+
+def _compare_losses(
+    module: Any, training_step: Callable[[Any], Any], whole: _Part, parts: list[_Part], *, evaluating: bool
+) -> tuple[SplitVerdict, list[Any]]:
+    """The verdict in one mode, and what the parts returned; undecided where a repeat gives another loss."""
+    first, second, *outputs = _run(module, training_step, [whole, whole, *parts], evaluating=evaluating)
     losses = [_loss_of(output) for output in (first, second, *outputs)]
     if any(loss is None for loss in losses):
-        return _inexact("training_step returned no loss, or one of more than one number: nothing can be compared")
+        return _inexact("training_step returned no loss, or one of more than one number: nothing can be compared"), []
     reference, again, *of_parts = [loss for loss in losses if loss is not None]
     shown = ", ".join(f"{loss:.7g}" for loss in (reference, again, *of_parts))
     if not all(map(math.isfinite, (reference, again, *of_parts))):
-        return _inexact(f"The loss is not finite (undivided, repeated, slices: {shown}): nothing can be compared")
+        return _inexact(f"The loss is not finite (undivided, repeated, slices: {shown}): nothing can be compared"), []
     tolerance = _tolerance(first) * max(abs(reference), torch.finfo(torch.float32).tiny)
     if abs(reference - again) > tolerance:
         return _inexact(
             f"The loss is not deterministic: cannot be compared. The same {whole.samples} samples gave "
-            f"{reference:.7g} and {again:.7g} in eval mode"
-        )
+            f"{reference:.7g} and {again:.7g} in eval mode",
+            undecided=True,
+        ), []
     total = math.fsum(part.weight for part in parts)
     if total <= 0:
-        return _inexact(f"The weights of the slices add up to {total:g}: nothing can be compared")
+        return _inexact(f"The weights of the slices add up to {total:g}: nothing can be compared"), []
     mean = math.fsum(part.weight * loss for part, loss in zip(parts, of_parts, strict=True)) / total
     sizes = " and ".join(str(part.samples) for part in parts)
     if abs(reference - mean) > tolerance:
         return _inexact(
             f"The loss of {whole.samples} samples is {reference:.7g}, the weighted mean over slices of {sizes} is "
             f"{mean:.7g}: the loss is no mean over samples (or its weight is another: see loss_weight)"
-        )
-    join([_extras(output) for output in outputs], [part.samples for part in parts], [part.weight for part in parts])
+        ), []
     equal = f"The loss of {whole.samples} samples equals the weighted mean over slices of {sizes} ({reference:.7g})."
-    return SplitVerdict(exact=True, reason=equal)
+    return SplitVerdict(exact=True, reason=equal), outputs
 
 
-def _run(module: Any, training_step: Callable[[Any], Any], parts: list[_Part]) -> list[Any]:
-    """What the step returns for each part, in eval mode and without a trace."""
+def _run(module: Any, training_step: Callable[[Any], Any], parts: list[_Part], *, evaluating: bool) -> list[Any]:
+    """What the step returns for each part, in eval mode or in the modes of the fit, and without a trace."""
     batches = [part.batch for part in parts]
     with take_snapshot(module, extra_roots=batches), _unseen(module), torch.autocast("cpu", enabled=False):
-        module.eval()
+        if evaluating:
+            module.eval()
         return [_forward(training_step, part) for part in parts]
 
 
@@ -195,5 +215,5 @@ def _tolerance(output: Any) -> float:
     return max(_RELATIVE_TOLERANCE, 4 * torch.finfo(loss.dtype).eps)
 
 
-def _inexact(what: str) -> SplitVerdict:
-    return SplitVerdict(exact=False, reason=f"{what}. {_WAY_OUT}")
+def _inexact(what: str, *, undecided: bool = False) -> SplitVerdict:
+    return SplitVerdict(exact=False, undecided=undecided, reason=f"{what}. {_WAY_OUT}")

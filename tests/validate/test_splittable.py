@@ -198,3 +198,26 @@ def test_nothing_of_the_run_is_changed() -> None:
     assert list(vars(module)) == keys
     assert (module.sizes, module.training, trainer.callbacks) == ([], True, callbacks)
     assert all(torch.equal(batch[key], _batch()[key]) for key in batch)
+
+
+class Centred(nn.Module):
+    """A norm of a user's own: over the batch while training only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+def test_coupling_while_training_only_is_found() -> None:
+    verdict = _check(Classifier(F.cross_entropy, Centred()))
+    assert not verdict.exact
+    assert verdict.reason.startswith("In train mode: The loss of 4 samples is ")
+    frozen = Classifier(F.cross_entropy, Centred())
+    frozen.eval()
+    assert _check(frozen).exact
+
+
+def test_dropout_is_not_mistaken_for_coupling_while_training() -> None:
+    module = Classifier(F.cross_entropy, nn.Dropout(0.5))
+    verdict = _check(module)
+    assert verdict.exact and not verdict.undecided
+    assert all(layer.training for layer in module.modules()), "the modes are as they were"

@@ -100,6 +100,24 @@ class FrozenNorm(Normalised):
         self.norm.eval()  # a fit keeps the mode of every module
 
 
+class OwnNorm(Classifier):
+    """Centres features over the batch while it trains and by a running mean otherwise, without being a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        if self.training:
+            centre = x.mean(0)
+            self.mean = self.mean.lerp(centre.detach(), 0.1)
+        else:
+            centre = self.mean
+        logits: Tensor = self.head(x - centre)
+        return logits
+
+
 class Dropped(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +155,7 @@ PROGRAMS = (
     Program(name="triplets of the batch", make=of(HardestTriplet), not_sliced=NO_MEAN),
     Program(name="BatchNorm", make=of(Normalised), not_sliced="norm normalises over the batch in train mode"),
     Program(name="BatchNorm, frozen", make=of(FrozenNorm)),
+    Program(name="a norm of one's own", make=of(OwnNorm), not_sliced="In train mode: The loss of 4 samples"),
     # Slices draw other masks than the undivided batch does, of the same distribution: final weights differ by the noise
     # of the masks, as they do between two seeds.
     Program(name="dropout", make=of(Dropped), blocks=("blocks.0.*", "blocks.2.*"), sliced_within=0.2),
