@@ -601,7 +601,7 @@ MEASUREMENT = Measurement(
 
 
 def test_a_record_is_read_as_the_plan_and_what_was_measured(tmp_path: Path) -> None:
-    path = write_record(PLAN, MEASUREMENT, tmp_path)
+    path = Path(write_record(PLAN, MEASUREMENT, tmp_path))
     assert Plan.load(path) == PLAN
     assert load_measurement(path) == MEASUREMENT
 
@@ -612,7 +612,7 @@ def test_without_a_warm_up_nothing_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_wrong_measurement_is_refused_by_its_field(tmp_path: Path) -> None:
-    path = write_record(PLAN, MEASUREMENT, tmp_path)
+    path = Path(write_record(PLAN, MEASUREMENT, tmp_path))
     path.write_text(path.read_text().replace("calls: 8", "calls: -8"))
     with pytest.raises(PlanFileError) as caught:
         load_measurement(path)
