@@ -33,6 +33,7 @@ class Planning:
         prepared: what was looked at.
         space: what may be chosen.
         contenders: the forecasts of the last search that are nearly as fast as its plan's, and that one first.
+        was_taken_over: whether the plan was made before, so that nothing else is tried unless it does not fit.
         corrections: by how many bytes the raw forecasts of candidates were off that ran, in the order of running.
     """
 
@@ -50,6 +51,7 @@ class Planning:
         self.announce = announce
         self.contenders: tuple[Forecast, ...] = ()
         self.corrections: dict[Candidate, int] = {}
+        self.was_taken_over = False
         self._deadline = deadline
         self._slices_compared = False
         with _planned_lengths(prepared):
@@ -127,7 +129,7 @@ class Planning:
                 *harmless_differences(known, self._fingerprint),
             ),
         )
-        self.contenders = (plan.forecast,)
+        self.contenders, self.was_taken_over = (plan.forecast,), True
         return self._labelled(plan)
 
     def _labelled(self, plan: Plan) -> Plan:

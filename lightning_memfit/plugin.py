@@ -109,7 +109,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             max_length: longest sequence in tokens that can occur: forecast and proof are those of a batch of that
                 length.
             allow_inexact_slicing: slice also where the result differs from that of the undivided batch.
-            mode: ``"apply"``, ``"report"`` (plan and print, change nothing) or ``"off"``.
+            mode: ``"apply"``, ``"report"`` (plan and print, change nothing; raises where ``"apply"`` would) or
+                ``"off"``.
             on_no_fit: ``"raise"``.
             num_profiled_steps: optimizer steps of the memory warm-up, at least 2.
             planning_seconds: upper limit of the time for search and comparison; the proof of the plan always runs.
@@ -333,7 +334,7 @@ def _cache_directory(value: str | Path | None) -> Path | None:
         return None if value is None else default_cache_dir()
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigurationError(f"cache_dir={value!r} is no directory. Pass a path, 'auto', or None for no cache.")
-    return Path(value)
+    return Path(value).expanduser()
 
 
 def _names_or_word(value: str | Sequence[str]) -> Any:

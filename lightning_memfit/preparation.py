@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
+from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
 from lightning_memfit.apply.length_cap import at_max_length
 from lightning_memfit.apply.loader import TrainLoader, scan_validation_batches
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
@@ -41,6 +42,7 @@ from lightning_memfit.search.levers import SearchSpace, search_space
 from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.step_program import StepProgram, optimizers_of, program_of
+from lightning_memfit.units import format_bytes
 from lightning_memfit.validate.splittable import has_train_mode_batch_norm
 
 SCAN_LIMITS = ScanLimits()
@@ -286,11 +288,24 @@ def _planned_batch(
 ) -> ScannedBatch:
     """The batch that the user gave, or the longest that may occur, or else the largest that a bounded scan finds."""
     if worst_batch is not None:
-        return given_worst_batch(worst_batch, first)
+        given = given_worst_batch(worst_batch, first)
+        if not loader_plan.rebuilt:
+            _check_at_least(given.batch, first)
+        return given
     scanned = loader.scan(SCAN_LIMITS, batch_size=loader_plan.loader_batch_size if loader_plan.rebuilt else None)
     if request.max_length is None:
         return scanned
     return at_max_length(scanned, request.max_length)
+
+
+def _check_at_least(worst: Any, first: Any) -> None:
+    seen, given = measure(first).num_bytes, measure(worst).num_bytes
+    if given < seen:
+        raise ConfigurationError(
+            f"worst_batch= gives a batch of {format_bytes(given)}, and the first batch of the run has "
+            f"{format_bytes(seen)}: {shapes_in_words(worst)} against {shapes_in_words(first)}. Give the largest that "
+            "may occur, or leave worst_batch= out, and MemFit looks for it."
+        )
 
 
 def _rough_rates(rates: DeviceRates) -> tuple[str, ...]:

@@ -117,7 +117,9 @@ class Proving:
 
     def _freed_by(self, standing: Standing, rivals: Sequence[Forecast]) -> list[Forecast]:
         """The next faster candidate, where the measured peak leaves it room that the prediction did not."""
-        if not far_below(standing.forecast, standing.measurement) or self._planning.is_out_of_time():
+        if self._planning.was_taken_over or self._planning.is_out_of_time():
+            return []
+        if not far_below(standing.forecast, standing.measurement):
             return []
         self._levers.take_off()
         found = self._planning.freed()

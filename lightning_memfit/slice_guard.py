@@ -11,7 +11,7 @@ from lightning_memfit.batch_tree import join_outputs
 from lightning_memfit.errors import BatchStructureError, is_out_of_memory
 from lightning_memfit.plan import balanced_slices
 from lightning_memfit.trace.training_step import program_of
-from lightning_memfit.validate.splittable import batch_norm_obstacle, check_splittable
+from lightning_memfit.validate.splittable import batch_norm_obstacle, check_splittable, gradient_hook_obstacle
 
 _COMPARED_PAIRS = 8
 
@@ -35,7 +35,7 @@ class SliceGuard:
         """Why batches may not be divided, as far as can be seen without running anything."""
         reason = unsliceable_reason(self.trainer, self.module)
         if reason is None and not self.allow_inexact_slicing:
-            reason = batch_norm_obstacle(self.module)
+            reason = batch_norm_obstacle(self.module) or gradient_hook_obstacle(self.module)
             if reason is not None:
                 reason += " allow_inexact_slicing=True slices it all the same."
         if reason is None:

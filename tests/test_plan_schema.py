@@ -370,7 +370,7 @@ def test_a_number_too_long_to_print_is_refused(path: str) -> None:
          f"{BYTES_WORDS}"),
         ("forecast/memory/by_category/weights", 0, "a name in forecast.memory.by_category is 'weights', but must be "
          "one of 'parameters', 'buffers', 'gradients', 'optimizer_states', 'activations', 'temporaries', 'inputs', "
-         "'unattributed'"),
+         "'callbacks', 'unattributed'"),
         ("fingerprint/loader batch size", 16, "fingerprint.'loader batch size' is 16, but must be text"),
         ("choices/0", "fast", "choices[0] is 'fast', but must be a mapping"),
         ("request/planning_seconds", 0, "request is refused: planning_seconds=0.0 must be more than 0 seconds."),
@@ -607,7 +607,7 @@ def test_a_record_is_read_as_the_plan_and_what_was_measured(tmp_path: Path) -> N
 
 
 def test_without_a_warm_up_nothing_was_measured(tmp_path: Path) -> None:
-    assert load_measurement(write_record(PLAN, None, tmp_path)) is None
+    assert load_measurement(Path(write_record(PLAN, None, tmp_path))) is None
     assert load_measurement(PLAN.save(tmp_path / "saved.yaml")) is None
 
 

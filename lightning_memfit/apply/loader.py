@@ -130,7 +130,7 @@ class TrainLoader:
         batches = first_batches(looks, self._hook_move)
         if batches is None:
             raise self._no_batch()
-        self._handed = _put_back(self._combined, self.loader, [look.deliver() for look in looks])
+        self._hand_on(looks)
         return structured(self._combined, batches)
 
     def scan(
@@ -168,7 +168,7 @@ class TrainLoader:
         if found is None:
             raise self._no_batch()
         if rebuilt is self._handed:
-            self._handed = _put_back(self._combined, self.loader, [look.deliver() for look in looks])
+            self._hand_on(looks)
         batch = structured(self._combined, [each.batch for each in found])
         if len(found) > 1:
             return together(batch, found, total=self.num_batches)
@@ -192,6 +192,12 @@ class TrainLoader:
         for member in (*self._combined.flattened, *rebuilt):
             if isinstance(member, DataLoader) and member.num_workers > 0:
                 stop_handing_on(member)
+
+    def _hand_on(self, looks: Sequence[Look]) -> None:
+        """Let what was looked at stand for loaders that are used up by looking, from the first look on."""
+        delivered = [look.deliver() for look in looks]
+        if any(old is not new for old, new in zip(self._combined.flattened, delivered, strict=True)):
+            self._handed = _put_back(self._combined, self.loader, delivered)
 
     def _look(self, member: Any) -> Look:
         return _look_at(self._trainer, self._source, member, starts=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import re
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -29,11 +30,12 @@ def write_record(plan: Plan, measurement: Measurement | None, directory: str | P
     Args:
         plan: the plan.
         measurement: what its warm-up measured; ``None`` if none ran.
-        directory: made if it does not exist; a file of that name in it is replaced. Also a URL of a file system that
+        directory: made if it does not exist; an earlier plan in it is replaced. Also a URL of a file system that
             fsspec knows, such as ``"s3://bucket/run"``, as Lightning takes them.
 
     Raises:
-        OSError: if the directory cannot be written to; an earlier file is then untouched.
+        OSError: if the directory cannot be written to, or has a file of that name that is no plan; that one is then
+            untouched.
     """
     content = {
         **plan.to_dict(),
@@ -43,11 +45,18 @@ def write_record(plan: Plan, measurement: Measurement | None, directory: str | P
     }
     text = to_yaml(content)
     if "://" not in str(directory):
-        return str(write_whole(Path(directory) / FILE_NAME, text))
+        path = Path(directory) / FILE_NAME
+        if path.exists() and not _is_record(path):
+            raise FileExistsError(f"{path} is there and is no plan of MemFit's")
+        return str(write_whole(path, text))
     file_system, folder = url_to_fs(str(directory))
     file_system.makedirs(folder, exist_ok=True)
     file_system.pipe_file(f"{folder}/{FILE_NAME}", text.encode())
     return f"{str(directory).rstrip('/')}/{FILE_NAME}"
+
+
+def _is_record(path: Path) -> bool:
+    return re.search(r"^schema_version:", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE) is not None
 
 
 def _measured(measurement: Measurement) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The first guard against inexact slicing: does the loss of a batch equal the weighted mean over its parts?"""
+"""The first guard against inexact slicing: does the loss of a batch equal the weighted mean over its parts?
+
+Adapter for private names of torch: ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,14 @@ def batch_norm_obstacle(module: nn.Module) -> str | None:
     if batch_norm is None:
         return None
     return f"{batch_norm} normalises over the batch in train mode, so that slices would change the result."
+
+
+def gradient_hook_obstacle(module: nn.Module) -> str | None:
+    """Why a module's batches may not be sliced because of hooks on parameters, in words; ``None`` if it has none."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"the parameter {name} has a hook on its gradient, which would run for every slice."
+    return None
 
 
 def check_splittable(

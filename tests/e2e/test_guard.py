@@ -259,3 +259,20 @@ def test_a_first_batch_without_a_loss_proves_nothing_and_that_is_said(
     assert plugin.measured is not None and plugin.measured.profiled_steps == 0
     assert plugin.plan is not None and plugin.plan.notes[-1].startswith("NOT PROVEN")
     assert "gave no loss for the first batch" in capsys.readouterr().out
+
+
+class Hooked(Classifier):
+    """Clamps each gradient as it comes: of a slice that is another number than of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def test_hooks_on_gradients_keep_batches_undivided(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ConfigurationError, match=r"the parameter net\.0\.weight has a hook on its gradient"):
+        make_trainer(MemFit(micro_batch_size=32, verbose=False, **AS_IT_IS)).fit(Hooked(), rare_class())
+    allowed = MemFit(micro_batch_size=32, allow_inexact_slicing=True, verbose=False, **AS_IT_IS)
+    make_trainer(allowed).fit(Hooked(), rare_class())
+    assert allowed.plan is not None and allowed.plan.split.num_slices == 4

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memfit import MemFit, Plan, forecast, preparation
 from lightning_memfit.apply.batch_scan import ScanLimits
-from lightning_memfit.errors import NoFeasiblePlanError
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.hardware.rates import CallSeconds, DeviceRates, RateCurve
 from lightning_memfit.report.record import FILE_NAME
 
@@ -348,3 +348,42 @@ def test_a_resumed_run_that_changed_plans_anew_and_says_why(make_trainer: MakeTr
     make_trainer(plugin, max_epochs=2).fit(Wide(), loader(size=16), ckpt_path=tmp_path / "first.ckpt")
     assert plugin.plan is not None
     assert any(note.startswith("the checkpoint's plan is not used again: ") for note in plugin.plan.notes)
+
+
+@pytest.mark.parametrize("mode", ["apply", "report"])
+def test_a_bare_generator_loses_no_batch(mode: str, make_trainer: MakeTrainer) -> None:
+    class Seen(lightning.Callback):
+        def __init__(self) -> None:
+            self.firsts: list[float] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.firsts.append(batch[0, 0].item())
+
+    seen = Seen()
+    plugin = MemFit(mode=mode, precision="32-true", optimizer_implementation="as-configured", verbose=False)
+    make_trainer(plugin, callbacks=[seen]).fit(Wide(), (torch.full((8, 128), float(number)) for number in range(6)))
+    assert seen.firsts == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_worst_batch_below_the_first_one_is_refused(make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(worst_batch=[torch.zeros(2, 128)], verbose=False)
+    with pytest.raises(
+        ConfigurationError, match=r"worst_batch= gives a batch of 1\.000 KiB, and the first .* 4\.000 KiB"
+    ):
+        make_trainer(plugin).fit(Wide(), loader())
+
+
+def test_a_plan_that_was_given_is_not_exchanged_for_a_faster_one(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    made = MemFit(micro_batch_size=2, precision="32-true", optimizer_states="as-configured", verbose=False)
+    make_trainer(made).fit(Wide(), loader())
+    assert made.plan is not None and made.plan.split.num_slices == 4
+    # A prediction far above what will be measured, which would let a search try what is faster.
+    memory = replace(
+        made.plan.forecast.memory,
+        peak_allocated_bytes=2 * made.plan.forecast.memory.peak_allocated_bytes,
+        by_category={"activations": 2 * made.plan.forecast.memory.peak_allocated_bytes},
+    )
+    given = replace(made.plan, forecast=replace(made.plan.forecast, memory=memory, correction_bytes=0))
+    plugin = MemFit(plan=given, precision="32-true", optimizer_states="as-configured", verbose=False)
+    make_trainer(plugin).fit(Wide(), loader())
+    assert plugin.plan is not None and plugin.plan.split.num_slices == 4

@@ -71,14 +71,14 @@ def test_lightning_is_found_under_either_name(
 
 
 def test_an_earlier_record_is_replaced_and_nothing_is_left_beside_it(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text("old")
+    (tmp_path / "plan.yaml").write_text("schema_version: 1\n")
     path = write_record(plan, None, tmp_path)
     assert Plan.load(path) == plan
     assert list(tmp_path.iterdir()) == [Path(path)]
 
 
 def test_a_failed_write_leaves_the_earlier_record(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "plan.yaml").write_text("old")
+    (tmp_path / "plan.yaml").write_text("schema_version: 1\n")
 
     def full_disk(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
@@ -86,7 +86,7 @@ def test_a_failed_write_leaves_the_earlier_record(plan: Plan, tmp_path: Path, mo
     monkeypatch.setattr(Path, "replace", full_disk)
     with pytest.raises(OSError, match="No space left"):
         write_record(plan, None, tmp_path)
-    assert (tmp_path / "plan.yaml").read_text() == "old"
+    assert (tmp_path / "plan.yaml").read_text() == "schema_version: 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
 
 
@@ -109,3 +109,10 @@ def test_writing_a_record_moves_no_random_numbers(plan: Plan, tmp_path: Path) ->
     write_record(plan, None, tmp_path)
     assert random.getstate() == python
     assert torch.equal(torch.get_rng_state(), on_torch)
+
+
+def test_a_file_that_is_no_plan_is_left_alone(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("mine: 1\n")
+    with pytest.raises(FileExistsError, match="is no plan of MemFit's"):
+        write_record(plan, measurement, tmp_path)
+    assert (tmp_path / "plan.yaml").read_text() == "mine: 1\n"
