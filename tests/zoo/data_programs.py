@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
+    IterableDataset,
     RandomSampler,
+    Sampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
-from tests.zoo.models import WIDTH, Classifier
+from tests.zoo.models import WIDTH, Classifier, blocks
 from tests.zoo.program import Program, Run
 
 
@@ -47,10 +57,101 @@ def batch_sampler() -> Run:
     return Run(module=Classifier(), fit={"train_dataloaders": DataLoader(data, batch_sampler=sampler)})
 
 
+class Sentences(Dataset[Tensor]):
+    """Sequences of 3 to 20 tokens, as people keep text that is not padded yet."""
+
+    def __init__(self, count: int = 24) -> None:
+        generator = torch.Generator().manual_seed(7)
+        lengths = torch.randint(3, 21, (count,), generator=generator)
+        self.tokens = [torch.randint(1, 50, (int(length),), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+class BucketSampler(Sampler[list[int]]):
+    """Batches of samples of similar length; the batches come in random order, anew in every epoch."""
+
+    def __init__(self, lengths: list[int], batch_size: int) -> None:
+        self.lengths, self.batch_size = lengths, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        by_length = sorted(range(len(self.lengths)), key=lambda index: self.lengths[index])
+        batches = list(torch.tensor(by_length).split(self.batch_size))
+        for position in torch.randperm(len(batches)).tolist():
+            yield batches[position].tolist()
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.batch_size)
+
+
+class TokenBudgetSampler(Sampler[list[int]]):
+    """Batches of as many samples, longest first, as fit into a number of padded tokens."""
+
+    def __init__(self, lengths: list[int], tokens: int) -> None:
+        by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        self.batches: list[list[int]] = [[]]
+        for index in by_length:
+            if lengths[(self.batches[-1] or [index])[0]] * (len(self.batches[-1]) + 1) > tokens:
+                self.batches.append([])
+            self.batches[-1].append(index)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def padded(sentences: list[Tensor]) -> dict[str, Tensor]:
+    """Tokens filled up with 0, and the next token as label where there is one."""
+    tokens = pad_sequence(sentences, batch_first=True)
+    labels = pad_sequence([sentence[1:] for sentence in sentences], batch_first=True, padding_value=-100)
+    return {"input_ids": tokens[:, :-1], "labels": labels}
+
+
+class NextToken(Classifier):
+    """The next token from the last ones, by the mean over all labelled tokens of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.mixer = nn.Conv1d(WIDTH, WIDTH, 3)
+        self.head = nn.Linear(WIDTH, 50)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        embedded = self.embedding(batch["input_ids"]).transpose(1, 2)
+        logits = self(self.mixer(F.pad(embedded, (2, 0))).transpose(1, 2))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.log("loss", loss)
+        return loss
+
+
+def buckets() -> Run:
+    data = Sentences()
+    sampler = BucketSampler([len(tokens) for tokens in data.tokens], batch_size=8)
+    return Run(
+        module=NextToken(), fit={"train_dataloaders": DataLoader(data, batch_sampler=sampler, collate_fn=padded)}
+    )
+
+
+def token_budget() -> Run:
+    data = Sentences()
+    sampler = TokenBudgetSampler([len(tokens) for tokens in data.tokens], tokens=80)
+    return Run(
+        module=NextToken(), fit={"train_dataloaders": DataLoader(data, batch_sampler=sampler, collate_fn=padded)}
+    )
+
+
 PROGRAMS = (
     Program(name="in order", make=plain),
     Program(name="shuffled, last batch short", make=shuffled),
     Program(name="shuffled, last batch dropped", make=drop_last),
     Program(name="a sampler with weights", make=weighted_sampler),
     Program(name="a batch sampler", make=batch_sampler),
+    Program(name="buckets of padded sentences", make=buckets, settings={"loss_weight": "tokens"}),
+    Program(name="batches of a number of tokens", make=token_budget, settings={"loss_weight": "tokens"}),
 )
