@@ -21,6 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning.pytorch.utilities import CombinedLoader
 from tests.zoo.models import WIDTH, Classifier, blocks
 from tests.zoo.program import Program, Run
 
@@ -146,6 +147,106 @@ def token_budget() -> Run:
     )
 
 
+class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset whose items are batches, as tables and databases give them."""
+
+    def __init__(self) -> None:
+        self.x, self.y = features(20).tensors
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        part = slice(8 * index, 8 * index + 8)
+        return self.x[part], self.y[part]
+
+
+def whole_batches() -> Run:
+    return Run(
+        module=Classifier(), fit={"train_dataloaders": DataLoader(WholeBatches(), batch_size=None, shuffle=True)}
+    )
+
+
+class Shards(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream of which every worker reads its share."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = get_worker_info()
+        share = slice(0, None) if worker is None else slice(worker.id, None, worker.num_workers)
+        yield from list(features(26))[share]
+
+
+def stream() -> Run:
+    return Run(module=Classifier(), fit={"train_dataloaders": DataLoader(Shards(), batch_size=8)})
+
+
+def sharded_stream() -> Run:
+    loader = DataLoader(Shards(), batch_size=4, num_workers=2, persistent_workers=True)
+    return Run(module=Classifier(), fit={"train_dataloaders": loader})
+
+
+class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
+    """A loader whose position is saved in checkpoints, as torchdata's is."""
+
+    position = 0
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(3)).tolist()
+        while self.position < len(self):
+            indices = order[8 * self.position : 8 * self.position + 8]
+            self.position += 1
+            yield self.collate_fn([self.dataset[index] for index in indices])
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class KeepsPositions(Classifier):
+    """Notes where its loader says that it is, as a checkpoint would save it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(6, dtype=torch.int64))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        (state,) = self.trainer.fit_loop._combined_loader._state_dicts()
+        self.positions[self.trainer.global_step] = state["position"]
+
+
+def resumable_loader() -> Run:
+    loader = ResumableLoader(features(), batch_size=8)
+    loader.load_state_dict({"position": 1})
+    return Run(module=KeepsPositions(), fit={"train_dataloaders": loader})
+
+
+class TwoSources(Classifier):
+    """One loss over the batches of two loaders of the same task."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = [F.cross_entropy(self(x), y) for x, y in (batch.values() if isinstance(batch, dict) else batch)]
+        self.log("loss", losses[0])
+        return losses[0] + 0.5 * losses[1]
+
+
+def combined(mode: str) -> Run:
+    loaders = {
+        "old": DataLoader(features(24), batch_size=8, shuffle=True),
+        "new": DataLoader(features(16), batch_size=8, shuffle=True),
+    }
+    return Run(module=TwoSources(), fit={"train_dataloaders": CombinedLoader(loaders, mode)})
+
+
+def two_loaders() -> Run:
+    loaders = [DataLoader(features(24), batch_size=8), DataLoader(features(24), batch_size=8, shuffle=True)]
+    module = TwoSources()
+    module.train_dataloader = lambda: loaders
+    return Run(module=module, fit={})
+
+
 PROGRAMS = (
     Program(name="in order", make=plain),
     Program(name="shuffled, last batch short", make=shuffled),
@@ -154,4 +255,11 @@ PROGRAMS = (
     Program(name="a batch sampler", make=batch_sampler),
     Program(name="buckets of padded sentences", make=buckets, settings={"loss_weight": "tokens"}),
     Program(name="batches of a number of tokens", make=token_budget, settings={"loss_weight": "tokens"}),
+    Program(name="items that are batches", make=whole_batches),
+    Program(name="a stream", make=stream),
+    Program(name="a stream sharded over persistent workers", make=sharded_stream),
+    Program(name="a loader whose position is saved", make=resumable_loader),
+    Program(name="two loaders, the shorter one cycled", make=lambda: combined("max_size_cycle")),
+    Program(name="two loaders, as long as the shorter one", make=lambda: combined("min_size")),
+    Program(name="a list of loaders", make=two_loaders),
 )
