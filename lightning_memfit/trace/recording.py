@@ -40,6 +40,7 @@ def record_window(
     blocks: Sequence[str] = (),
     without_caches: bool = False,
     resident_batches: int = 1,
+    waiting_batch: Any = None,
     collect_signatures: bool = True,
     floating: torch.dtype | None = None,
 ) -> StepRecord:
@@ -53,6 +54,7 @@ def record_window(
         blocks: qualified names of the modules that could be recomputed.
         without_caches: give those modules no empty key/value caches, as recomputing them does.
         resident_batches: batches alive at the same time (2 where the loop prefetches one).
+        waiting_batch: one of the others, where it is not like ``batch``.
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module and the batch have this floating dtype, whatever they have now.
 
@@ -65,7 +67,8 @@ def record_window(
     with faked_step(module, fakes, tracer):
         parameters = list(module.parameters())
         with tracer.not_recording():
-            batches = fake_batches(fakes, batch, resident_batches, floating)
+            waiting = batch if waiting_batch is None else waiting_batch
+            batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
             tracer.known.tell(fakes.pairs())  # before the batch is divided: slices know their part
             slices = list(slices_of(batches[0]))
             optimizer = make_optimizer(program, parameters)
