@@ -317,6 +317,47 @@ def collated_on_the_device() -> Run:
     return Run(module=CollatesLate(), fit={"train_dataloaders": loader})
 
 
+class Curriculum(Classifier):
+    """Another loader in every epoch."""
+
+    def train_dataloader(self) -> Any:
+        easy_first = features(16 + 8 * self.current_epoch)
+        return DataLoader(easy_first, batch_size=8, shuffle=self.current_epoch > 0)
+
+
+def curriculum() -> Run:
+    return Run(module=Curriculum(), fit={})
+
+
+def validated() -> Run:
+    loaders = {
+        "train_dataloaders": DataLoader(features(26), batch_size=4, shuffle=True),
+        "val_dataloaders": [DataLoader(features(9), batch_size=6), DataLoader(features(5), batch_size=3)],
+    }
+    return Run(module=ValidatedTwice(), fit=loaders)
+
+
+class ValidatedTwice(Classifier):
+    """What it learns next depends on what validation saw, so that a validation run too many would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("validated", torch.zeros(2))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("val_loss", loss)
+        self.validated[dataloader_idx] += loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + 0.01 * self.validated.sum())
+
+
+def small_batches() -> Run:
+    return Run(module=Classifier(), fit={"train_dataloaders": DataLoader(features(24), batch_size=4, shuffle=True)})
+
+
 PROGRAMS = (
     Program(name="in order", make=plain),
     Program(name="shuffled, last batch short", make=shuffled),
@@ -335,4 +376,20 @@ PROGRAMS = (
     Program(name="a data module with transfer hooks", make=transfer_hooks),
     Program(name="a stream with transfer hooks", make=streamed_transfer_hooks),
     Program(name="a batch collated on the device", make=collated_on_the_device),
+    Program(
+        name="another loader in every epoch", make=curriculum, trainer=lambda: {"reload_dataloaders_every_n_epochs": 1}
+    ),
+    Program(name="half of the epoch", make=shuffled, trainer=lambda: {"limit_train_batches": 0.5}),
+    Program(name="overfitted batches", make=plain, trainer=lambda: {"overfit_batches": 2, "max_epochs": 3}),
+    Program(
+        name="validated within the epoch",
+        make=validated,
+        trainer=lambda: {"val_check_interval": 0.5, "limit_val_batches": 2},
+    ),
+    Program(
+        name="accumulated batches",
+        make=small_batches,
+        trainer=lambda: {"accumulate_grad_batches": 3},
+        settings={"effective_batch_size": 12},
+    ),
 )
