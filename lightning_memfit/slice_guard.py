@@ -87,7 +87,10 @@ class SliceGuard:
                 raise
             # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
             words = (str(error).strip().splitlines() or [""])[0][:200]
-            return f"not sliced: the comparison of slices raised {type(error).__name__}: {words}"
+            return (
+                f"not sliced: the comparison of slices raised {type(error).__name__}: {words}. "
+                "allow_inexact_slicing=True slices it all the same."
+            )
         return None if verdict.exact else f"not sliced: {verdict.reason}"
 
     def _structure_obstacle(self) -> str | None:

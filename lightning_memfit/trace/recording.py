@@ -62,6 +62,7 @@ def record_window(
         TraceError: if the step needs values (boolean masks, ``nonzero``, ``.numpy()``) or raises for another reason.
     """
     module = program.module
+    parts = slices_of(batch)  # for real: a function of the user's may need values
     fakes = fakes_in(new_fake_mode(), floating)
     tracer = SavedTensorTracer(names_of(module), collect_signatures=collect_signatures)
     with faked_step(module, fakes, tracer):
@@ -69,8 +70,8 @@ def record_window(
         with tracer.not_recording():
             waiting = batch if waiting_batch is None else waiting_batch
             batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
-            tracer.known.tell(fakes.pairs())  # before the batch is divided: slices know their part
-            slices = list(slices_of(batches[0]))
+            slices = [fakes.of_batch(part) for part in parts]
+            tracer.known.tell(fakes.pairs())
             optimizer = make_optimizer(program, parameters)
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

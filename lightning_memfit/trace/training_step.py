@@ -84,14 +84,15 @@ def trace_window(
     Raises:
         TraceError: if the step needs values (boolean masks, ``nonzero``, ``.numpy()``) or raises for another reason.
     """
+    parts = divide(batch)  # for real: a function of the user's may need values
     fakes = fakes_in(new_fake_mode(), floating)
     tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures)
     with faked_step(program.module, fakes, tracer):
         with tracer.not_recording():
             waiting = batch if waiting_batch is None else waiting_batch
             batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
-            tracer.known.tell(fakes.pairs())  # before the batch is divided: slices know their part
-            slices = list(divide(batches[0]))
+            slices = [fakes.of_batch(part) for part in parts]
+            tracer.known.tell(fakes.pairs())
         return _traced(program, tracer, batches, slices, micro_steps or len(slices), steps)
 
 
@@ -123,7 +124,7 @@ def _traced(
         # States that came with the optimizer are there whether the parameter is used or not.
         end = gradients if id(parameter) in has_states else len(tracer.residents)
         owned[id(parameter)] = {resident.storage for resident in tracer.residents[before:end]}
-    add_batch_residents(tracer, batches)
+    add_batch_residents(tracer, [*batches, *slices])
 
     traced = _representative(slices, micro_steps)
     with tracer.following_modules():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.zoo import data_programs
+from tests.zoo import batch_programs, data_programs
 from tests.zoo.program import Program
 
-PROGRAMS: Mapping[str, Program] = {program.name: program for program in (*data_programs.PROGRAMS,)}
+PROGRAMS: Mapping[str, Program] = {
+    program.name: program for program in (*data_programs.PROGRAMS, *batch_programs.PROGRAMS)
+}
