@@ -147,6 +147,7 @@ class Preparation:
             functions=self.functions,
             batch=self.arrived.batch,
             allow_inexact_slicing=self.request.allow_inexact_slicing,
+            uneven_batches=self.loader.uneven_batches,
         )
 
     def validation_batch(self) -> ScannedBatch | None:

@@ -30,6 +30,8 @@ class SliceGuard:
     """The batch that is compared."""
     allow_inexact_slicing: bool
     """Whether the user allows slices whose result differs."""
+    uneven_batches: str | None = None
+    """Which other batch of the epoch has no common number of samples, unless the user's function divides it."""
 
     def visible_obstacle(self) -> str | None:
         """Why batches may not be divided, as far as can be seen without running anything."""
@@ -98,4 +100,6 @@ class SliceGuard:
             samples = self.functions.samples_of(self.batch)
         except BatchStructureError as error:
             return str(error)
-        return None if samples > 1 else "the batch is a single sample"
+        if samples == 1:
+            return "the batch is a single sample"
+        return self.uneven_batches if self.functions.split_batch is None else None

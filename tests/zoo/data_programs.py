@@ -233,10 +233,10 @@ class TwoSources(Classifier):
         return losses[0] + 0.5 * losses[1]
 
 
-def combined(mode: str) -> Run:
+def combined(mode: str, new: int = 16) -> Run:
     loaders = {
         "old": DataLoader(features(24), batch_size=8, shuffle=True),
-        "new": DataLoader(features(16), batch_size=8, shuffle=True),
+        "new": DataLoader(features(new), batch_size=8, shuffle=True),
     }
     return Run(module=TwoSources(), fit={"train_dataloaders": CombinedLoader(loaders, mode)})
 
@@ -371,6 +371,11 @@ PROGRAMS = (
     Program(name="a stream sharded over persistent workers", make=sharded_stream),
     Program(name="a loader whose position is saved", make=resumable_loader),
     Program(name="two loaders, the shorter one cycled", make=lambda: combined("max_size_cycle")),
+    Program(
+        name="two loaders, one ends with a short batch",
+        make=lambda: combined("max_size_cycle", new=13),
+        not_sliced="batch_idx 1 has 8 and 5 samples of the loaders that are read side by side",
+    ),
     Program(name="two loaders, as long as the shorter one", make=lambda: combined("min_size")),
     Program(name="a list of loaders", make=two_loaders),
     Program(name="a data module with transfer hooks", make=transfer_hooks),
