@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,6 +228,25 @@ def resumable_loader() -> Run:
     return Run(module=KeepsPositions(), fit={"train_dataloaders": loader})
 
 
+@functools.cache
+def own_folder() -> str:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def resumed_within_an_epoch() -> Run:
+    """From a checkpoint that a plain Trainer wrote after two of three batches."""
+    path = f"{own_folder()}/two_steps.ckpt"
+    first = Run(module=KeepsPositions(), fit={"train_dataloaders": ResumableLoader(features(), batch_size=8)})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=2, enable_checkpointing=False, **quiet)
+    trainer.fit(first.module, **first.fit)
+    trainer.save_checkpoint(path)
+    again = ResumableLoader(features(), batch_size=8)
+    return Run(module=KeepsPositions(), fit={"train_dataloaders": again, "ckpt_path": path})
+
+
 class TwoSources(Classifier):
     """One loss over the batches of two loaders of the same task."""
 
@@ -248,73 +271,6 @@ class MakesTwoLoaders(TwoSources):
 
 def two_loaders() -> Run:
     return Run(module=MakesTwoLoaders(), fit={})
-
-
-class Photographs(lightning.LightningDataModule):
-    """Bytes as they are stored; what is computed from them belongs to the transfer hooks."""
-
-    def prepare_data(self) -> None:
-        self.prepared = True
-
-    def setup(self, stage: str) -> None:
-        assert self.prepared
-        pixels = torch.randint(0, 256, (24, WIDTH), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
-        self.training = TensorDataset(pixels, pixels[:, 0] % 4)
-        self.chance = torch.Generator().manual_seed(5)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.training, batch_size=8, shuffle=True)
-
-
-class FlippedPhotographs(Photographs):
-    """Some batches are flipped before they are moved, by a generator of their own; numbers are scaled after."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        pixels, labels = batch
-        flips = torch.rand(1, generator=self.chance) < 0.5
-        return pixels.flip(1) if flips else pixels, labels.long()
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        pixels, labels = batch
-        return pixels.float() / 255 - 0.5, labels
-
-
-def transfer_hooks() -> Run:
-    return Run(module=Classifier(), fit={"datamodule": FlippedPhotographs()})
-
-
-class StreamedPhotographs(FlippedPhotographs):
-    """The same without a length, so that Lightning fetches one batch ahead."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(InOrder(self.training), batch_size=8)
-
-
-class InOrder(IterableDataset[Any]):
-    """A data set as a stream."""
-
-    def __init__(self, data: Dataset[Any]) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(24))
-
-
-class CollatesLate(Classifier):
-    """Samples arrive as a list, and become a batch on the device."""
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        noise = torch.rand(len(batch), 1)
-        return torch.stack([x for x, _ in batch]) + 0.01 * noise, torch.stack([y for _, y in batch])
-
-
-def streamed_transfer_hooks() -> Run:
-    return Run(module=Classifier(), fit={"datamodule": StreamedPhotographs()})
-
-
-def collated_on_the_device() -> Run:
-    loader = DataLoader(features(26), batch_size=8, shuffle=True, collate_fn=list)
-    return Run(module=CollatesLate(), fit={"train_dataloaders": loader})
 
 
 class Curriculum(Classifier):
@@ -370,6 +326,7 @@ PROGRAMS = (
     Program(name="a stream", make=stream),
     Program(name="a stream sharded over persistent workers", make=sharded_stream),
     Program(name="a loader whose position is saved", make=resumable_loader),
+    Program(name="resumed at a saved position", make=resumed_within_an_epoch),
     Program(name="two loaders, the shorter one cycled", make=lambda: combined("max_size_cycle")),
     Program(
         name="two loaders, one ends with a short batch",
@@ -378,9 +335,6 @@ PROGRAMS = (
     ),
     Program(name="two loaders, as long as the shorter one", make=lambda: combined("min_size")),
     Program(name="a list of loaders", make=two_loaders),
-    Program(name="a data module with transfer hooks", make=transfer_hooks),
-    Program(name="a stream with transfer hooks", make=streamed_transfer_hooks),
-    Program(name="a batch collated on the device", make=collated_on_the_device),
     Program(
         name="another loader in every epoch", make=curriculum, trainer=lambda: {"reload_dataloaders_every_n_epochs": 1}
     ),
