@@ -44,11 +44,11 @@ def batch_size_of(batch: Any) -> int:
     samples = int(tensor.shape[0])
     if samples == 0:
         raise BatchStructureError(f"{_at(path)} has shape {tuple(tensor.shape)}: a batch of 0 samples. {_WAY_OUT}")
-    _divide(batch, [samples], "", f"{_at(path)} of shape {tuple(tensor.shape)}")
+    _divide(batch, [samples], "", f"{_at(path)} of shape {tuple(tensor.shape)}", set())
     return samples
 
 
-def split_by_sizes(batch: Any, sizes: Sequence[int]) -> list[Any]:
+def split_by_sizes(batch: Any, sizes: Sequence[int], *, lists_of_samples: set[str] | None = None) -> list[Any]:
     """Divide a batch into consecutive slices.
 
     Tensors are narrowed along dimension 0 (views). Mappings, lists, tuples, named tuples and dataclasses keep their
@@ -59,6 +59,9 @@ def split_by_sizes(batch: Any, sizes: Sequence[int]) -> list[Any]:
     Args:
         batch: the collated batch, of ``sum(sizes)`` samples.
         sizes: samples in each slice, each at least 1.
+        lists_of_samples: where in a batch lists stand that were divided between the samples although they hold tensors
+            with a batch dimension; what is found is added. In a small batch such a list may look like a structure (two
+            images of two boxes each), and is then divided as it was in batches before.
 
     Raises:
         BatchStructureError: if a part has another length or a type of which the batch dimension is not known.
@@ -66,7 +69,8 @@ def split_by_sizes(batch: Any, sizes: Sequence[int]) -> list[Any]:
     >>> [part["x"].shape[0] for part in split_by_sizes({"x": torch.zeros(5, 2)}, (3, 2))]
     [3, 2]
     """
-    return _divide(batch, list(sizes), "", f"a batch of {sum(sizes)} samples")
+    known = set() if lists_of_samples is None else lists_of_samples
+    return _divide(batch, list(sizes), "", f"a batch of {sum(sizes)} samples", known)
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
@@ -158,7 +162,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return (total / sum(weight for _, weight in kept)).to(result_dtype)
 
 
-def _divide(node: Any, sizes: list[int], path: str, expected: str) -> list[Any]:
+def _divide(node: Any, sizes: list[int], path: str, expected: str, lists_of_samples: set[str]) -> list[Any]:
     """One part per size. ``expected`` says in an error what the length was compared with."""
     if isinstance(node, Tensor):
         return _divide_tensor(node, sizes, path, expected)
@@ -176,13 +180,14 @@ def _divide(node: Any, sizes: list[int], path: str, expected: str) -> list[Any]:
             f"known, while dividing {sum(sizes)} samples. {_WAY_OUT}"
         )
     per_sample = _is_plain_sequence(node) and len(node) == sum(sizes)
-    if per_sample and next(_tensors(node, path), None) is None:
+    if per_sample and (path in lists_of_samples or next(_tensors(node, path), None) is None):
         return _divide_entries(node, sizes)
     try:
-        parts = [_divide(child, sizes, child_path, expected) for child_path, child in children]
+        parts = [_divide(child, sizes, child_path, expected, lists_of_samples) for child_path, child in children]
     except BatchStructureError:
         if not per_sample:
             raise
+        lists_of_samples.add(path)
         return _divide_entries(node, sizes)
     return [_rebuild(node, [part[index] for part in parts]) for index in range(len(sizes))]
 

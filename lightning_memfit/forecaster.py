@@ -59,6 +59,7 @@ class Forecaster:
         divide: divides the batch into slices of given sizes.
         samples_of: number of samples in a batch.
         resident_batches: batches alive at the same time.
+        waiting_batch: one of the others, as the loader gives it; ``None`` if it is like ``batch``.
         step_contexts: precision to the context of a forward.
         prepare_optimizer: gives the optimizer a candidate's states and implementation; by default what
             :func:`~lightning_memfit.apply.optimizer_levers.with_levers` gives it. Also called under fake tensors.
@@ -75,6 +76,7 @@ class Forecaster:
         divide: Divide = split_by_sizes,
         samples_of: Callable[[Any], int] = batch_size_of,
         resident_batches: int = 1,
+        waiting_batch: Any = None,
         step_contexts: Callable[[Precision], StepContext] | None = None,
         prepare_optimizer: PrepareOptimizer | None = None,
         rates: DeviceRates | None = None,
@@ -83,7 +85,13 @@ class Forecaster:
         self.untraceable: str | None = None
         """Why the step could not be traced, once it was tried and could not."""
         self._program = program
-        self._given = GivenBatch(batch=batch, divide=divide, samples_of=samples_of, resident_batches=resident_batches)
+        self._given = GivenBatch(
+            batch=batch,
+            divide=divide,
+            samples_of=samples_of,
+            resident_batches=resident_batches,
+            waiting_batch=waiting_batch,
+        )
         self._prober = prober
         self._contexts = step_contexts or autocast_context
         self._prepare = prepare_optimizer or self._with_levers
@@ -150,10 +158,10 @@ class Forecaster:
                 self._program, lambda optimizer: (optimizer_facts(optimizer, module), optimizer_words(optimizer))
             )
 
-    def for_batch(self, batch: Any) -> Forecaster:
+    def for_batch(self, batch: Any, waiting_batch: Any = None) -> Forecaster:
         """The same for another batch; what is known of the optimizer is shared."""
         other = copy.copy(self)
-        other._given = replace(self._given, batch=batch)
+        other._given = replace(self._given, batch=batch, waiting_batch=waiting_batch)
         other._records = self._records.for_batch(other._given)
         other.untraceable = None
         other._timelines, other._lines, other._derived_peaks = {}, {}, {}
@@ -175,6 +183,7 @@ class Forecaster:
                     divide=lambda batch: self._given.slices(batch, split),
                     micro_steps=len(self._given.sizes(split)) * split.accumulate_grad_batches,
                     resident_batches=self._given.resident_batches,
+                    waiting_batch=self._given.waiting_batch,
                     collect_signatures=self._prober is not None,
                     floating=_floating(candidate),
                     steps=False,

@@ -43,6 +43,7 @@ from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.step_program import StepProgram, optimizers_of, program_of
 from lightning_memfit.units import format_bytes
+from lightning_memfit.validate.arrived_batch import ArrivedBatch, arrived_batch
 from lightning_memfit.validate.splittable import has_train_mode_batch_norm
 
 SCAN_LIMITS = ScanLimits()
@@ -68,7 +69,9 @@ class Preparation:
     loader_plan: LoaderPlan
     """Batch size and accumulation that form the effective batch."""
     batch: Any
-    """The batch that is planned and proven: the largest that was found, of the planned size."""
+    """The batch that is planned and proven, as the loader gives it: the largest that was found, of the planned size."""
+    arrived: ArrivedBatch
+    """The same behind the transfer hooks: what ``training_step`` gets, and what is divided."""
     planned_batch: str
     """Which one that is, in words."""
     rival: ScannedBatch | None
@@ -95,12 +98,14 @@ class Preparation:
         """The same for the rival, where the run as it is needs more memory for that one."""
         if self.rival is None:
             return self
+        arrived = arrived_batch(self.trainer, self.module, self.rival.batch)
         other = replace(
             self,
             batch=self.rival.batch,
+            arrived=arrived,
             planned_batch=self.rival.describe(),
             rival=None,
-            forecaster=self.forecaster.for_batch(self.rival.batch),
+            forecaster=self.forecaster.for_batch(arrived.batch, waiting_batch=self.rival.batch),
         )
         plain = Candidate(precision=self.request.precision or "32-true", split=self._whole)
         needs, needs_other = (each.forecast(plain).predicted_peak_bytes for each in (self, other))
@@ -143,8 +148,9 @@ class Preparation:
             trainer=self.trainer,
             module=self.module,
             functions=self.functions,
-            batch=self.batch,
+            batch=self.arrived.batch,
             allow_inexact_slicing=self.request.allow_inexact_slicing,
+            uneven_batches=self.loader.uneven_batches,
         )
 
     def validation_batch(self) -> ScannedBatch | None:
@@ -175,7 +181,7 @@ class Preparation:
             return self._floor(candidate, error)
 
     def _floor(self, candidate: Candidate, error: TraceError) -> Forecast:
-        floor = _floor(candidate, self.module, self.batch, error)
+        floor = _floor(candidate, self.module, self.arrived.batch, error)
         return replace(floor, memory=floor.memory.beside(self.forecaster.callback_bytes))
 
     def space(self, slicing_obstacle: str | None) -> SearchSpace:
@@ -236,11 +242,12 @@ def prepare(
         NoFeasiblePlanError: if the device leaves nothing.
     """
     first = loader.peek()
+    first_arrived = arrived_batch(trainer, module, first).batch
     declared = loader.batch_size
     loader_plan = resolve_loader(
         effective_batch_size=request.effective_batch_size,
         ranks=1,
-        loader_batch_size=declared if declared is not None else _samples_seen(first, functions, request),
+        loader_batch_size=declared if declared is not None else _samples_seen(first_arrived, functions, request),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         can_rebuild=loader.can_rebuild,
         has_batch_norm=has_train_mode_batch_norm(module) is not None,
@@ -248,9 +255,9 @@ def prepare(
         rebuild_obstacle=loader.rebuild_obstacle,
     )
     if callable(functions.loss_weight) or functions.loss_weight != "samples":
-        weight_of(first, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
+        weight_of(first_arrived, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
     scanned = _planned_batch(first, request, loader, loader_plan, worst_batch)
-    batch = scanned.batch
+    batch, arrived = scanned.batch, arrived_batch(trainer, module, scanned.batch)
     device, program = detect_device("local"), _program(trainer, module)
     rates = measure_rates(cache_dir=cache_dir)
     kept = callback_bytes(trainer, module)
@@ -263,23 +270,25 @@ def prepare(
         loader=loader,
         loader_plan=loader_plan,
         batch=batch,
+        arrived=arrived,
         planned_batch=scanned.describe(),
         rival=scanned.rival,
         device=device,
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch) + kept),
         forecaster=Forecaster(
             program,
-            batch,
+            arrived.batch,
             prober=prober,
             divide=functions.divide,
             samples_of=functions.samples_of,
             resident_batches=resident_batches,
+            waiting_batch=batch,
             rates=rates,
             callback_bytes=kept,
         ),
         resident_batches=resident_batches,
         scan_is_complete=scanned.complete,
-        notes=(*_notes(trainer, loader, loader_plan), *_rough_rates(rates)),
+        notes=(*_notes(trainer, loader, loader_plan), *_not_arrived(arrived), *_rough_rates(rates)),
     )
 
 
@@ -306,6 +315,15 @@ def _check_at_least(worst: Any, first: Any) -> None:
             f"{format_bytes(seen)}: {shapes_in_words(worst)} against {shapes_in_words(first)}. Give the largest that "
             "may occur, or leave worst_batch= out, and MemFit looks for it."
         )
+
+
+def _not_arrived(arrived: ArrivedBatch) -> tuple[str, ...]:
+    if arrived.failure is None:
+        return ()
+    return (
+        f"the transfer hooks cannot run before training begins ({arrived.failure}): the forecast is that of the batch "
+        "as the loader gives it, and the warm-up will tell",
+    )
 
 
 def _rough_rates(rates: DeviceRates) -> tuple[str, ...]:

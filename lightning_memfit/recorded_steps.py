@@ -39,6 +39,8 @@ class GivenBatch:
     """Number of samples in a batch."""
     resident_batches: int = 1
     """Batches alive at the same time."""
+    waiting_batch: Any = None
+    """One of the others, as the loader gives it; ``None`` if it is like ``batch``."""
 
     @cached_property
     def samples(self) -> int | None:
@@ -200,6 +202,7 @@ class RecordedSteps:
             blocks=self._blocks,
             without_caches=without_caches,
             resident_batches=self._given.resident_batches,
+            waiting_batch=self._given.waiting_batch,
             collect_signatures=self._prober is not None,
             floating=floating,
         )

@@ -30,6 +30,8 @@ class SliceGuard:
     """The batch that is compared."""
     allow_inexact_slicing: bool
     """Whether the user allows slices whose result differs."""
+    uneven_batches: str | None = None
+    """Which other batch of the epoch has no common number of samples, unless the user's function divides it."""
 
     def visible_obstacle(self) -> str | None:
         """Why batches may not be divided, as far as can be seen without running anything."""
@@ -87,7 +89,10 @@ class SliceGuard:
                 raise
             # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
             words = (str(error).strip().splitlines() or [""])[0][:200]
-            return f"not sliced: the comparison of slices raised {type(error).__name__}: {words}"
+            return (
+                f"not sliced: the comparison of slices raised {type(error).__name__}: {words}. "
+                "allow_inexact_slicing=True slices it all the same."
+            )
         return None if verdict.exact else f"not sliced: {verdict.reason}"
 
     def _structure_obstacle(self) -> str | None:
@@ -95,4 +100,6 @@ class SliceGuard:
             samples = self.functions.samples_of(self.batch)
         except BatchStructureError as error:
             return str(error)
-        return None if samples > 1 else "the batch is a single sample"
+        if samples == 1:
+            return "the batch is a single sample"
+        return self.uneven_batches if self.functions.split_batch is None else None

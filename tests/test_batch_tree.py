@@ -107,6 +107,19 @@ def test_a_list_of_batch_sized_tensors_is_a_structure_even_with_as_many_entries_
     assert first[0].shape == (1, 2) and second[1].tolist() == [1]
 
 
+def test_lists_of_samples_stay_lists_in_a_batch_where_they_look_like_a_structure() -> None:
+    def batch(*counts: int) -> list[Any]:
+        return [rows(len(counts)), [{"boxes": torch.zeros(count, 4)} for count in counts]]
+
+    known: set[str] = set()
+    split_by_sizes(batch(1, 3, 2), (2, 1), lists_of_samples=known)
+    assert known == {"[1]"}
+    first, second = split_by_sizes(batch(2, 2), (1, 1), lists_of_samples=known)  # two images of two boxes each
+    assert [[len(target["boxes"]) for target in part[1]] for part in (first, second)] == [[2], [2]]
+    first, _ = split_by_sizes(batch(2, 2), (1, 1))
+    assert [len(target["boxes"]) for target in first[1]] == [1, 1]  # nothing tells it apart from a structure
+
+
 def test_unknown_objects_are_named_with_type_and_path() -> None:
     with pytest.raises(BatchStructureError) as caught:
         split_by_sizes({"x": rows(4), "graph": [object()]}, (2, 2))

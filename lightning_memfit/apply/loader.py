@@ -38,6 +38,7 @@ from lightning_memfit.apply.handed_on import stop_handing_on
 from lightning_memfit.apply.looks import first_batches, largest_batches
 from lightning_memfit.apply.random_sources import Move
 from lightning_memfit.apply.rebuild import declared_batch_size, describe, length_of, rebuild, rebuild_obstacle
+from lightning_memfit.apply.side_by_side import uneven_batches
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.undo import Undo
 
@@ -108,6 +109,14 @@ class TrainLoader:
     def rebuild_obstacle(self) -> str | None:
         """Why the loader cannot be rebuilt with another batch size; ``None`` if it can."""
         return rebuild_obstacle(self.loader)
+
+    @property
+    def uneven_batches(self) -> str | None:
+        """Which batch of several loaders has more samples of one than of another; ``None`` if none is known to."""
+        mode = mode_of(self._combined)
+        if len(self._combined.flattened) == 1 or mode == "sequential":
+            return None
+        return uneven_batches(self._combined.flattened, self.num_batches, cycled=mode == "max_size_cycle")
 
     @property
     def describe(self) -> str:

@@ -58,6 +58,7 @@ class BatchDivider:
         self._split_batch = split_batch
         self._loss_weight = loss_weight
         self._warned = False
+        self._lists_of_samples: set[str] = set()
 
     def divide(self, batch: Any) -> list[BatchSlice]:
         """The slices of one collated batch.
@@ -77,7 +78,8 @@ class BatchDivider:
         if samples <= micro:
             return [(batch, samples)]
         sizes = balanced_slices(samples, math.ceil(samples / micro))
-        return list(zip(split_by_sizes(batch, sizes), sizes, strict=True))
+        slices = split_by_sizes(batch, sizes, lists_of_samples=self._lists_of_samples)
+        return list(zip(slices, sizes, strict=True))
 
     def _samples_of(self, batch: Any) -> int:
         """Samples of an undivided batch, needed only to weigh it against the others of its window."""

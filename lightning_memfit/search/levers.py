@@ -198,8 +198,8 @@ def _pinned_count(micro_batch_size: int, samples: int, slicing_reason: str | Non
     if count > 1 and slicing_reason:
         raise ConfigurationError(
             f"micro_batch_size={micro_batch_size} would divide the loader's batch of {samples} samples, but "
-            f"{slicing_reason.removeprefix('not sliced: ').rstrip('.')}. Use micro_batch_size={samples}, or "
-            "allow_inexact_slicing=True."
+            f"{slicing_reason.removeprefix('not sliced: ').rstrip('.')}. Use micro_batch_size={samples}"
+            f"{', or allow_inexact_slicing=True' if 'allow_inexact_slicing' in slicing_reason else ''}."
         )
     return count
 

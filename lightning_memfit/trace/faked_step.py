@@ -90,9 +90,9 @@ def names_of(module: nn.Module) -> dict[int, str]:
     return {id(part): name for name, part in module.named_modules()}
 
 
-def fake_batches(fakes: FakeTensors, batch: Any, count: int, floating: torch.dtype | None) -> list[Any]:
-    """The batch on fakes, ``count`` times on storages of their own; the values of the first are those known."""
-    return [fakes.of_batch(batch), *(fakes_in(fakes.mode, floating).of_batch(batch) for _ in range(count - 1))]
+def fake_batches(fakes: FakeTensors, batch: Any, waiting: Any, count: int, floating: torch.dtype | None) -> list[Any]:
+    """The batch on fakes, and ``count - 1`` that wait, each on its own storages; the values of the first are known."""
+    return [fakes.of_batch(batch), *(fakes_in(fakes.mode, floating).of_batch(waiting) for _ in range(count - 1))]
 
 
 def make_optimizer(program: StepProgram, parameters: Sequence[nn.Parameter]) -> Optimizer:

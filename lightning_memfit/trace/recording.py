@@ -40,6 +40,7 @@ def record_window(
     blocks: Sequence[str] = (),
     without_caches: bool = False,
     resident_batches: int = 1,
+    waiting_batch: Any = None,
     collect_signatures: bool = True,
     floating: torch.dtype | None = None,
 ) -> StepRecord:
@@ -53,6 +54,7 @@ def record_window(
         blocks: qualified names of the modules that could be recomputed.
         without_caches: give those modules no empty key/value caches, as recomputing them does.
         resident_batches: batches alive at the same time (2 where the loop prefetches one).
+        waiting_batch: one of the others, where it is not like ``batch``.
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module and the batch have this floating dtype, whatever they have now.
 
@@ -60,14 +62,16 @@ def record_window(
         TraceError: if the step needs values (boolean masks, ``nonzero``, ``.numpy()``) or raises for another reason.
     """
     module = program.module
+    parts = slices_of(batch)  # for real: a function of the user's may need values
     fakes = fakes_in(new_fake_mode(), floating)
     tracer = SavedTensorTracer(names_of(module), collect_signatures=collect_signatures)
     with faked_step(module, fakes, tracer):
         parameters = list(module.parameters())
         with tracer.not_recording():
-            batches = fake_batches(fakes, batch, resident_batches, floating)
-            tracer.known.tell(fakes.pairs())  # before the batch is divided: slices know their part
-            slices = list(slices_of(batches[0]))
+            waiting = batch if waiting_batch is None else waiting_batch
+            batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
+            slices = [fakes.of_batch(part) for part in parts]
+            tracer.known.tell(fakes.pairs())
             optimizer = make_optimizer(program, parameters)
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

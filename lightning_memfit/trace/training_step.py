@@ -57,6 +57,7 @@ def trace_window(
     divide: Callable[[Any], Sequence[Any]] = lambda batch: [batch],
     micro_steps: int | None = None,
     resident_batches: int = 1,
+    waiting_batch: Any = None,
     collect_signatures: bool = True,
     floating: torch.dtype | None = None,
     steps: bool = True,
@@ -75,6 +76,7 @@ def trace_window(
         micro_steps: slices of the whole accumulation window, by default those of one batch. Two are followed: from the
             second on they repeat.
         resident_batches: batches alive at the same time (2 where the loop prefetches one).
+        waiting_batch: one of the others, where it is not like ``batch``.
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module and the batch have this floating dtype, whatever they have now.
         steps: whether the optimizer steps at the end; if not, the only states are those made with the optimizer.
@@ -82,13 +84,15 @@ def trace_window(
     Raises:
         TraceError: if the step needs values (boolean masks, ``nonzero``, ``.numpy()``) or raises for another reason.
     """
+    parts = divide(batch)  # for real: a function of the user's may need values
     fakes = fakes_in(new_fake_mode(), floating)
     tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures)
     with faked_step(program.module, fakes, tracer):
         with tracer.not_recording():
-            batches = fake_batches(fakes, batch, resident_batches, floating)
-            tracer.known.tell(fakes.pairs())  # before the batch is divided: slices know their part
-            slices = list(divide(batches[0]))
+            waiting = batch if waiting_batch is None else waiting_batch
+            batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
+            slices = [fakes.of_batch(part) for part in parts]
+            tracer.known.tell(fakes.pairs())
         return _traced(program, tracer, batches, slices, micro_steps or len(slices), steps)
 
 
@@ -120,7 +124,7 @@ def _traced(
         # States that came with the optimizer are there whether the parameter is used or not.
         end = gradients if id(parameter) in has_states else len(tracer.residents)
         owned[id(parameter)] = {resident.storage for resident in tracer.residents[before:end]}
-    add_batch_residents(tracer, batches)
+    add_batch_residents(tracer, [*batches, *slices])
 
     traced = _representative(slices, micro_steps)
     with tracer.following_modules():

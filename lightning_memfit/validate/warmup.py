@@ -3,8 +3,8 @@
 Adapter for Lightning's loops: touches ``trainer.fit_loop.epoch_loop`` (``batch_progress``, ``automatic_optimization``,
 ``manual_optimization``, ``_build_kwargs``, ``_should_accumulate``), its ``val_loop`` (``_on_evaluation_model_eval``,
 ``_on_evaluation_model_train``, ``_build_kwargs``, ``_build_step_args_from_hook_kwargs``, ``_module_mode``),
-``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``), ``LightningModule._on_before_batch_transfer``, and
-``_call_lightning_module_hook`` and ``_call_strategy_hook`` of ``trainer/call.py``.
+``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``), and ``_call_lightning_module_hook`` and
+``_call_strategy_hook`` of ``trainer/call.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
@@ -91,7 +92,7 @@ def run_warmup(
         validation_loader=validation_loader,
         call=upstream_module(trainer, "trainer.call"),
     )
-    roots = [*_roots(trainer), batch, validation_batch]
+    roots = [*_roots(trainer), *hook_owners(trainer), batch, validation_batch]
     where = _place(snapshot_in, spare_bytes, [module, *trainer.optimizers, batch, validation_batch])
     beside = callback_bytes(trainer, module)
     with (
@@ -122,7 +123,8 @@ def run_warmup(
     measurement = _measurement(
         training_meter, evaluation_meter, seconds, num_profiled_steps if any(run.gave_loss) else 0
     )
-    return replace(measurement, optimizer_states=states)
+    peak = measurement.measured_peak_allocated_bytes - sum(run.left_behind)
+    return replace(measurement, measured_peak_allocated_bytes=peak, optimizer_states=states)
 
 
 def time_steps(
@@ -193,6 +195,11 @@ class _WarmUp:
     """Lightning's module of functions that call hooks."""
     gave_loss: list[bool] = field(default_factory=list)
     """Whether each training step did, in order."""
+    left_behind: list[int] = field(default_factory=list)
+    """Bytes of the loader's batch that training lets go of, once its own is made of it; known from the first step on.
+
+    The warm-up has to keep them for its next step.
+    """
 
     def train(self, batch: Any, untouched: Snapshot, num_steps: int) -> None:
         """Run optimizer steps."""
@@ -232,7 +239,10 @@ class _WarmUp:
 
     def _training_batch(self, batch: Any, index: int) -> None:
         trainer, epoch_loop = self.trainer, self.trainer.fit_loop.epoch_loop
-        batch = self._to_device(batch)
+        loaded, batch = batch, self._to_device(batch)
+        if not self.left_behind:
+            both, arrived = reachable_tensors([loaded, batch]), reachable_tensors([batch])
+            self.left_behind.append(storage_bytes(both) - storage_bytes(arrived))
         trainer._logger_connector.on_batch_start(batch)
         self._hook("on_train_batch_start", batch, index)
         kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, index)
@@ -273,8 +283,7 @@ class _WarmUp:
 
     def _to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         batch = self.trainer.precision_plugin.convert_input(batch)
-        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-        return self.call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+        return transferred(self.trainer, self.module, batch, dataloader_idx)
 
     def _hook(self, name: str, *arguments: Any) -> None:
         self.call._call_lightning_module_hook(self.trainer, name, *arguments)

@@ -310,8 +310,7 @@ def test_slices_of_a_batch_of_unknown_structure_need_the_users_function(
     plugin = quiet(micro_batch_size=4)
     message = refusal(make_trainer, tmp_path, plugin, ConfigurationError, module=BagModel(), loader=loader)
     assert message == (
-        f"micro_batch_size=4 would divide the loader's batch of 16 samples, but {NO_STRUCTURE} Use "
-        "micro_batch_size=16, or allow_inexact_slicing=True."
+        f"micro_batch_size=4 would divide the loader's batch of 16 samples, but {NO_STRUCTURE} Use micro_batch_size=16."
     )
 
 

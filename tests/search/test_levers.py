@@ -71,10 +71,24 @@ def test_a_micro_batch_above_the_loaders_batch_is_an_error_with_both_numbers() -
         search_space(PlanRequest(micro_batch_size=17), whole(16), blocks=())
 
 
+@pytest.mark.parametrize(
+    ("reason", "way_out"),
+    [
+        ("the batch has no structure", "Use micro_batch_size=16."),
+        ("a BatchNorm. allow_inexact_slicing=True slices it all the same.", "16, or allow_inexact_slicing=True."),
+    ],
+)
+def test_inexact_slices_are_a_way_out_only_where_batches_can_be_divided(reason: str, way_out: str) -> None:
+    request = PlanRequest(micro_batch_size=4)
+    with pytest.raises(ConfigurationError) as caught:
+        search_space(request, whole(16), blocks=(), slicing_reason=f"not sliced: {reason}")
+    assert str(caught.value).endswith(way_out)
+
+
 def test_a_batch_that_may_not_be_sliced_is_left_whole() -> None:
     space = search_space(PlanRequest(), whole(16), blocks=(), slicing_reason="BatchNorm is in train mode")
     assert (space.num_slices, space.slicing_reason) == ((1,), "BatchNorm is in train mode")
-    with pytest.raises(ConfigurationError, match=r"16 samples, but BatchNorm .* Use micro_batch_size=16, or allow"):
+    with pytest.raises(ConfigurationError, match=r"16 samples, but BatchNorm .* Use micro_batch_size=16"):
         search_space(PlanRequest(micro_batch_size=8), whole(16), blocks=(), slicing_reason="BatchNorm is in train mode")
     pinned_whole = PlanRequest(micro_batch_size=16)
     assert search_space(pinned_whole, whole(16), blocks=(), slicing_reason="BatchNorm").num_slices == (1,)

@@ -103,6 +103,22 @@ def test_a_second_batch_in_the_loop_is_counted() -> None:
     assert resident(traced(nn.Linear(4, 4), torch.zeros(2, 4), resident_batches=2))["inputs"] == 64
 
 
+def test_a_second_batch_waits_as_the_loader_gave_it() -> None:
+    waiting = torch.zeros(2, 4, dtype=torch.uint8)
+    timeline = traced(nn.Linear(4, 4), torch.zeros(2, 4), resident_batches=3, waiting_batch=waiting)
+    assert resident(timeline)["inputs"] == 32 + 2 * 8
+
+
+def test_a_function_that_divides_by_values_may_copy() -> None:
+    def halves(batch: Tensor) -> list[Tensor]:
+        return [batch[batch[:, 0] < 2], batch[batch[:, 0] >= 2]]
+
+    batch = torch.arange(4.0)[:, None].expand(4, 4).contiguous()
+    timeline = traced(nn.Linear(4, 4), batch, divide=halves)
+    assert timeline.micro_steps == 2
+    assert resident(timeline)["inputs"] == 64 + 2 * 32  # the batch, and two slices that are no views of it
+
+
 def test_a_step_counter_is_a_state_of_four_bytes_per_parameter() -> None:
     # AdamW: two moments as large as the parameters (80 B) and a float32 step for each of two.
     timeline = traced(nn.Linear(4, 4), torch.zeros(2, 4), optimizer=torch.optim.AdamW)

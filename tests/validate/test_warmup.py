@@ -434,6 +434,29 @@ def test_states_that_exist_already_are_resident_and_gradients_are_not(tmp_path: 
     assert twice.fresh.measured_evaluation_peak_bytes is None
 
 
+def test_a_loaders_batch_that_training_lets_go_of_is_not_counted_although_the_warm_up_keeps_it() -> None:
+    class Measure(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            settings: dict[str, Any] = {
+                "trainer": trainer, "module": pl_module, "accumulate_grad_batches": 1, "num_profiled_steps": 2,
+                "spare_bytes": 100 * MIB,
+            }  # fmt: skip
+            self.kept = run_warmup(batch=[torch.ones(4, 256)], **settings)
+            self.replaced = run_warmup(batch=[torch.ones(4, 256, dtype=torch.uint8)], **settings)
+
+    class Floats(OneLinear):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0].float()]  # the very tensor where it is of floats already
+
+    measure = Measure()
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[measure],
+    )  # fmt: skip
+    _fit_one(trainer, Floats())
+    assert measure.replaced.measured_peak_allocated_bytes == measure.kept.measured_peak_allocated_bytes
+
+
 def test_every_batch_of_a_window_is_the_one_that_was_given(tmp_path: Path) -> None:
     sums: list[float] = []
 

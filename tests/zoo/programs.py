@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.zoo import data_programs, loss_programs, optimization_programs
+from tests.zoo import batch_programs, data_programs, loss_programs, optimization_programs, transfer_programs
 from tests.zoo.program import Program
 
-PROGRAMS: Mapping[str, Program] = {
-    program.name: program
-    for programs in (data_programs.PROGRAMS, loss_programs.PROGRAMS, optimization_programs.PROGRAMS)
-    for program in programs
-}
+_ALL = (data_programs, transfer_programs, batch_programs, loss_programs, optimization_programs)
+
+PROGRAMS: Mapping[str, Program] = {program.name: program for programs in _ALL for program in programs.PROGRAMS}
