@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
@@ -20,6 +20,8 @@ class BatchFunctions:
     """Divides batches of a structure of their own."""
     loss_weight: LossWeight
     """What a slice's mean loss counts."""
+    lists_of_samples: set[str] = field(default_factory=set, compare=False)
+    """Where in a batch lists of samples were found: a part of the batch may no longer tell them from structures."""
 
     def divide(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """The slices of ``batch``, of these numbers of samples.
@@ -27,7 +29,7 @@ class BatchFunctions:
         The user's function is only told the size of the first, so that further ones may have other sizes and numbers.
         """
         if self.split_batch is None:
-            return split_by_sizes(batch, sizes)
+            return split_by_sizes(batch, sizes, lists_of_samples=self.lists_of_samples)
         return [part for part, _ in self.split_batch(batch, sizes[0])]
 
     def samples_of(self, batch: Any) -> int:

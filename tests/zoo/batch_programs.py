@@ -97,11 +97,19 @@ class Detector(Classifier):
         return torch.stack(errors).mean()
 
 
-def ragged_targets() -> Run:
-    def collate(parts: Any) -> Any:
-        return torch.stack([image for image, _ in parts]), [target for _, target in parts]
+def listed(parts: Any) -> Any:
+    return torch.stack([image for image, _ in parts]), [target for _, target in parts]
 
-    loader = DataLoader(photographs(), batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+
+def ragged_targets() -> Run:
+    loader = DataLoader(photographs(), batch_size=8, collate_fn=listed)  # type: ignore[arg-type]
+    return Run(module=Detector(), fit={"train_dataloaders": loader})
+
+
+def four_targets() -> Run:
+    """As many as there are samples in the first comparison of slices with the whole."""
+    data = [(image, {"boxes": target["boxes"][:1].repeat(4, 1)}) for image, target in photographs()]
+    loader = DataLoader(data, batch_size=8, collate_fn=listed)  # type: ignore[arg-type]
     return Run(module=Detector(), fit={"train_dataloaders": loader})
 
 
@@ -279,6 +287,7 @@ PROGRAMS = (
         ),
     ),
     Program(name="targets of any number per image", make=ragged_targets, micro_batch_size=1),
+    Program(name="four targets per image", make=four_targets),
     Program(
         name="targets of all images in one tensor",
         make=flat_targets,
