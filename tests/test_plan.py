@@ -84,7 +84,7 @@ PLAN = Plan(
     forecast=Forecast(
         candidate=CANDIDATE,
         memory=MemoryBreakdown(
-            peak_allocated_bytes=28,
+            peak_allocated_bytes=sum(range(1, len(CATEGORIES) + 1)),
             peak_reserved_bytes=32,
             minimum_feasible_bytes=30,
             by_category={name: size for size, name in enumerate(CATEGORIES, start=1)},
