@@ -236,8 +236,8 @@ def test_values_are_made_by_keyword_only(cls: type) -> None:
 def test_the_plan_shows_its_candidate_and_split() -> None:
     assert PLAN.candidate is CANDIDATE
     assert PLAN.split is SPLIT
-    assert PLAN.forecast.predicted_peak_bytes == 33  # 36 - 3  # 28 - 3
-    assert PLAN.forecast.memory.bytes_per_parameter == 4.0  # 28 / 7
+    assert PLAN.forecast.predicted_peak_bytes == 33  # 36 - 3
+    assert PLAN.forecast.memory.bytes_per_parameter == 36 / 7
 
 
 def test_a_model_without_parameters_has_no_bytes_per_parameter() -> None:
