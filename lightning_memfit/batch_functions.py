@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memfit.apply.slicing import LossWeight, SplitBatch, weight_of
+from lightning_memfit.apply.slicing import LossWeight, SplitBatch, divided_by_user, samples_by_user, weight_of
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
-
-_UNLIMITED = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +28,18 @@ class BatchFunctions:
         """
         if self.split_batch is None:
             return split_by_sizes(batch, sizes, lists_of_samples=self.lists_of_samples)
-        return [part for part, _ in self.split_batch(batch, sizes[0])]
+        return [part for part, _ in divided_by_user(self.split_batch, batch, sizes[0])]
 
     def samples_of(self, batch: Any) -> int:
         """Samples in ``batch``.
 
         Raises:
             BatchStructureError: if nothing tells.
+            ConfigurationError: if the user's function fails.
         """
         if self.split_batch is None:
             return batch_size_of(batch)
-        return sum(samples for _, samples in self.split_batch(batch, _UNLIMITED))
+        return samples_by_user(self.split_batch, batch)
 
     def weight_of(self, batch: Any) -> float:
         """What the mean loss of ``batch`` counts."""

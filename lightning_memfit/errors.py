@@ -5,6 +5,9 @@ Each message has three parts: what (setting and value), how much (both numbers w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -70,6 +73,32 @@ class NoFeasiblePlanError(MemFitError, RuntimeError):
     def missing_bytes(self) -> int:
         """Bytes by which the best plan misses the budget (at least 0)."""
         return max(0, self.best_peak_bytes - self.budget_bytes)
+
+
+@contextmanager
+def users_errors_as(kind: type[MemFitError], what: str = "") -> Iterator[None]:
+    """What the user's code raises within this context becomes an error of MemFit, with the original as its cause.
+
+    MemFit's own errors and those of memory pass through.
+
+    Args:
+        kind: the class of the error.
+        what: what was called, such as ``"split_batch= raised "``; begins the message.
+    """
+    try:
+        yield
+    except MemFitError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise kind(f"{what}{type(error).__name__}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of what an error says, for a message about it."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "no message"
 
 
 _OUT_OF_MEMORY_TEXTS = (

@@ -63,6 +63,8 @@ class Measurement:
     """Most bytes of the torch allocator alive at one moment of the profiled training steps."""
     measured_evaluation_peak_bytes: int | None
     """The same for the evaluation step; ``None`` if the run does not validate."""
+    evaluation_batch: str | None = None
+    """Which validation batch that step had, and how it was found, in words."""
     measured_peak_rss_bytes: int | None
     """Highest resident set size seen during the warm-up; ``None`` where the system does not tell."""
     measured_step_seconds: float

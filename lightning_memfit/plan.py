@@ -120,7 +120,7 @@ def _check_count(setting: str, value: object, *, least: int = 1) -> None:
 
 def _check_choice(setting: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        shown = ", ".join("left out" if choice is None else repr(choice) for choice in choices)
+        shown = ", ".join("'auto'" if choice is None else repr(choice) for choice in choices)
         raise ConfigurationError(f"{setting}={value!r} is not known. Choose one of: {shown}.")
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
 from lightning_memfit.apply.resumed import resumed_checkpoint
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.batch_functions import BatchFunctions
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import ConfigurationError, MemFitError, first_line
 from lightning_memfit.fit_session import FitSession, default_cache_dir
 from lightning_memfit.plan import Measurement, Plan, PlanRequest
 from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
@@ -245,8 +246,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
                 session.apply()
                 self._warm_up = _warm_up_callback(trainer, self._prove)
                 trainer.callbacks = [self._warm_up, *trainer.callbacks]
-        except BaseException:
+        except BaseException as error:
             self._end()
+            self._name_the_batch(error)
             raise
         if self.verbose:
             render_plan(self.plan)
@@ -255,14 +257,26 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         session = self._session
         if session is None or self.measured is not None:
             return
-        with self._status() as announce:
-            session.prove(self._report_replanned, announce)
+        try:
+            with self._status() as announce:
+                session.prove(self._report_replanned, announce)
+        except Exception as error:
+            self._name_the_batch(error)
+            raise
         self._remove_callback(trainer)
         self.plan, self.measured = session.plan, session.measurement
         assert self.plan is not None and self.measured is not None
         self._record(trainer)
         if self.verbose:
             render_measurement(self.plan, self.measured)
+
+    def _name_the_batch(self, error: BaseException) -> None:
+        """An error of the user's step may be one of the batch that the user gave."""
+        if self._worst_batch is not None and isinstance(error, Exception) and not isinstance(error, MemFitError):
+            error.add_note(
+                "MemFit ran training_step with the batch given as worst_batch=: give one that the model takes, as "
+                "those of the run."
+            )
 
     def _record(self, trainer: Any) -> None:
         if self.plan is None or trainer.fast_dev_run:  # which writes no files
@@ -334,7 +348,16 @@ def _cache_directory(value: str | Path | None) -> Path | None:
         return None if value is None else default_cache_dir()
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigurationError(f"cache_dir={value!r} is no directory. Pass a path, 'auto', or None for no cache.")
-    return Path(value).expanduser()
+    try:
+        path = Path(value).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # then nothing is remembered
+            path.stat()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL character, no such user
+        raise ConfigurationError(
+            f"cache_dir={reprlib.repr(value)} is no directory: {first_line(error).rstrip('.')[:80]}. Pass a path, "
+            "'auto', or None for no cache."
+        ) from error
+    return path
 
 
 def _names_or_word(value: str | Sequence[str]) -> Any:

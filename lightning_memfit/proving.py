@@ -154,8 +154,9 @@ class Proving:
         verify = (
             partial(verify_quantised, module=self._prepared.module) if candidate.optimizer_states == "8bit" else None
         )
+        measurement = None
         try:
-            return run_warmup(
+            measurement = run_warmup(
                 trainer=self._prepared.trainer,
                 module=self._prepared.module,
                 batch=self._prepared.batch,
@@ -171,7 +172,10 @@ class Proving:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        return None  # outside of the except block: the error's traceback keeps the step's tensors alive
+        # Outside of the except block: the error's traceback keeps the step's tensors alive.
+        if measurement is None or self._validation is None:
+            return measurement
+        return replace(measurement, evaluation_batch=self._validation.describe())
 
     def _retime(self, forecast: Forecast) -> float:
         self._levers.put_on(forecast.candidate)
@@ -219,11 +223,11 @@ def _evaluation_fits(measurement: Measurement, budget: Budget) -> bool:
 def _check_evaluation(measurement: Measurement, budget: Budget) -> None:
     if _evaluation_fits(measurement, budget):
         return
-    peak = measurement.measured_evaluation_peak_bytes or 0
+    peak, of = measurement.measured_evaluation_peak_bytes or 0, measurement.evaluation_batch or "its batch"
     raise NoFeasiblePlanError(
         f"Training fits the budget of {format_bytes(budget.budget_bytes)}, but one evaluation step needs "
-        f"{format_bytes(peak)} (measured, allocated), {format_bytes(peak - budget.budget_bytes)} too much. MemFit does "
-        "not divide evaluation batches: make the validation loader's batch smaller, or set "
+        f"{format_bytes(peak)} (measured, allocated), {format_bytes(peak - budget.budget_bytes)} too much, for {of}. "
+        "MemFit does not divide evaluation batches: make the validation loader's batch smaller, or set "
         f'budget="{-(-peak // MIB)}MiB" or more.',
         budget_bytes=budget.budget_bytes,
         best_peak_bytes=peak,

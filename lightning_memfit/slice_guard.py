@@ -8,7 +8,7 @@ from typing import Any
 from lightning_memfit.apply.micro_batches import unsliceable_reason
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import join_outputs
-from lightning_memfit.errors import BatchStructureError, is_out_of_memory
+from lightning_memfit.errors import BatchStructureError, first_line, is_out_of_memory
 from lightning_memfit.plan import balanced_slices
 from lightning_memfit.trace.training_step import program_of
 from lightning_memfit.validate.splittable import batch_norm_obstacle, check_splittable, gradient_hook_obstacle
@@ -88,9 +88,8 @@ class SliceGuard:
             if is_out_of_memory(error):
                 raise
             # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
-            words = (str(error).strip().splitlines() or [""])[0][:200]
             return (
-                f"not sliced: the comparison of slices raised {type(error).__name__}: {words}. "
+                f"not sliced: the comparison of slices raised {type(error).__name__}: {first_line(error)}. "
                 "allow_inexact_slicing=True slices it all the same."
             )
         return None if verdict.exact else f"not sliced: {verdict.reason}"

@@ -271,7 +271,7 @@ def test_headroom_is_whole_bytes_and_may_be_none(value: Any) -> None:
 @pytest.mark.parametrize(
     ("setting", "choices"),
     [
-        ("precision", "left out, '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"),
+        ("precision", "'auto', '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"),
         ("activation_checkpointing", "'auto', 'none', 'blocks'"),
         ("optimizer_states", "'auto', 'as-configured', '8bit'"),
         ("offload", "'auto', 'never', 'optimizer', 'parameters'"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_memfit.apply.batch_shapes import ShapeRange, shapes_in_words, structure_of
 from lightning_memfit.apply.random_sources import RandomSources
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import ConfigurationError, users_errors_as
 from lightning_memfit.units import MIB
 
 
@@ -118,7 +118,8 @@ def given_worst_batch(value: Any, first_batch: Any) -> ScannedBatch:
         first_batch: the first batch of the run, which the function may change.
 
     Raises:
-        ConfigurationError: if the batch is not built as the first one is, or the function takes other arguments.
+        ConfigurationError: if the batch is not built as the first one is, or the function fails or takes other
+            arguments.
 
     >>> import torch
     >>> first = {"ids": torch.zeros(4, 8, dtype=torch.int64)}
@@ -127,7 +128,11 @@ def given_worst_batch(value: Any, first_batch: Any) -> ScannedBatch:
     """
     expected = structure_of(first_batch)
     with RandomSources().kept():
-        batch = _called(value, first_batch) if callable(value) else value
+        if callable(value):
+            with users_errors_as(ConfigurationError, "worst_batch= failed: "):
+                batch = _called(value, first_batch)
+        else:
+            batch = value
     given = structure_of(batch)
     if given != expected:
         raise ConfigurationError(

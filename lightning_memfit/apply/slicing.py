@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
-from lightning_memfit.errors import BatchStructureError, ConfigurationError
+from lightning_memfit.errors import BatchStructureError, ConfigurationError, users_errors_as
 from lightning_memfit.plan import BatchSplit, balanced_slices
 
 SplitBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
@@ -73,7 +73,7 @@ class BatchDivider:
     def _parts(self, batch: Any) -> Sequence[tuple[Any, int]]:
         micro = self._split.micro_batch_size
         if self._split_batch is not None:
-            return _checked_pairs(self._split_batch(batch, micro), micro)
+            return divided_by_user(self._split_batch, batch, micro)
         samples = batch_size_of(batch)
         if samples <= micro:
             return [(batch, samples)]
@@ -86,8 +86,7 @@ class BatchDivider:
         if self._loss_weight != "samples":
             return self._split.loader_batch_size  # the weight comes from the batch itself
         if self._split_batch is not None:
-            pairs = _checked_pairs(self._split_batch(batch, sys.maxsize), sys.maxsize)
-            return sum(samples for _, samples in pairs)
+            return samples_by_user(self._split_batch, batch)
         try:
             return batch_size_of(batch)
         except BatchStructureError as error:
@@ -120,7 +119,8 @@ def weight_of(batch: Any, samples: int, loss_weight: LossWeight) -> float:
         return float(samples)
     if not callable(loss_weight):
         return float(_labelled_tokens(batch))
-    weight = float(loss_weight(batch))
+    with users_errors_as(ConfigurationError, f"loss_weight= failed for a slice of {samples} samples: "):
+        weight = float(loss_weight(batch))
     if not math.isfinite(weight) or weight < 0:
         raise ConfigurationError(
             f"loss_weight= returned {weight} for a slice of {samples} samples. Return a finite number of at least "
@@ -129,7 +129,23 @@ def weight_of(batch: Any, samples: int, loss_weight: LossWeight) -> float:
     return weight
 
 
-def _checked_pairs(pairs: Any, micro_batch_size: int) -> list[tuple[Any, int]]:
+def samples_by_user(split_batch: SplitBatch, batch: Any) -> int:
+    """Samples of an undivided batch, by the user's function.
+
+    Raises:
+        ConfigurationError: if the function raises, or returns something unusable.
+    """
+    return sum(samples for _, samples in divided_by_user(split_batch, batch, sys.maxsize))
+
+
+def divided_by_user(split_batch: SplitBatch, batch: Any, micro_batch_size: int) -> list[tuple[Any, int]]:
+    """The slices that the user's function makes, each with its samples.
+
+    Raises:
+        ConfigurationError: if the function raises, or returns something unusable.
+    """
+    with users_errors_as(ConfigurationError, "split_batch= failed: "):
+        pairs = split_batch(batch, micro_batch_size)
     try:
         checked = [(part, samples) for part, samples in pairs]
     except (TypeError, ValueError) as error:

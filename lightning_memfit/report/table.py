@@ -98,6 +98,8 @@ def measurement_renderable(plan: Plan, measurement: Measurement) -> RenderableTy
         f"{format_seconds(measurement.measured_step_seconds)} per optimizer step (fastest without the profiler, after "
         f"{_count(measurement.profiled_steps, 'profiled step')})",
     )
+    if measurement.evaluation_batch is not None:
+        facts.add_row("evaluation", Text(f"measured with {measurement.evaluation_batch}"))
     if not measurement.profiled_steps:
         facts.add_row("proof", Text("NONE: training_step gave no loss for the first batch", style="bold red"))
     parts: list[RenderableType] = [

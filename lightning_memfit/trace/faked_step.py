@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
@@ -35,6 +36,7 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
     try:
         with (
             _old_objects_at_rest(),
+            _failures_unlogged(),
             redirect_stdout(io.StringIO()),
             _untouched(module),
             faked(module, fakes),
@@ -45,6 +47,17 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
             yield
     finally:
         tracer.stop_following()
+
+
+@contextmanager
+def _failures_unlogged() -> Iterator[None]:
+    """Nothing is logged of operators that fail on fakes: what is raised says it, and the real step may be another."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

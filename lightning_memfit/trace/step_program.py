@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memfit.errors import ConfigurationError, MemFitError, TraceError, is_out_of_memory
+from lightning_memfit.errors import ConfigurationError, TraceError, users_errors_as
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.tensors import tensors_in
 
@@ -202,20 +202,9 @@ def run_window(
             optimizer.step()
 
 
-@contextmanager
-def users_code() -> Iterator[None]:
-    """What the user's step raises becomes a :class:`TraceError`, so that the caller can fall back and say why.
-
-    MemFit's own errors and those of memory pass through, and so does everything raised outside of this context.
-    """
-    try:
-        yield
-    except MemFitError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise TraceError(f"{type(error).__name__}: {_first_line(error)}") from error
+def users_code() -> AbstractContextManager[None]:
+    """What the user's step raises becomes a :class:`TraceError`, so that the caller can fall back and say why."""
+    return users_errors_as(TraceError)
 
 
 def kept_beside_loss(output: Any) -> list[torch.Tensor]:
@@ -228,8 +217,3 @@ def kept_beside_loss(output: Any) -> list[torch.Tensor]:
 def _like(kept: Sequence[torch.Tensor], *, times: int) -> list[torch.Tensor]:
     size = times * sum(tensor.numel() * tensor.element_size() for tensor in kept)
     return [torch.empty(size, dtype=torch.uint8)] if size else []
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "no message"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
-from lightning_memfit.errors import is_out_of_memory
+from lightning_memfit.errors import first_line, is_out_of_memory
 from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.validate.warmup import silenced
 
@@ -39,5 +39,4 @@ def arrived_batch(trainer: Any, module: Any, batch: Any) -> ArrivedBatch:
         if is_out_of_memory(error):
             raise
         # A hook may need what a later hook sets up. The warm-up runs after those, and raises the user's own errors.
-        words = (str(error).strip().splitlines() or ["no message"])[0][:200]
-        return ArrivedBatch(batch=batch, failure=f"{type(error).__name__}: {words}")
+        return ArrivedBatch(batch=batch, failure=f"{type(error).__name__}: {first_line(error)}")

@@ -87,7 +87,7 @@ LEVERS = (
     "(activation_checkpointing=), zeroes gradients early, computes in precision='bf16-mixed', and keeps "
     "optimizer_states='8bit'."
 )
-PRECISIONS = "left out, '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"
+PRECISIONS = "'auto', '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"
 PATTERNS = "must be 'auto', 'none', 'blocks', or patterns of module names such as ['encoder.layers.*']."
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -591,3 +591,47 @@ def test_lbfgs_is_refused_where_batches_are_accumulated(make_trainer: MakeTraine
         "the last one would be added several times. Make the loader's batch as large as effective_batch_size (MemFit "
         "slices it exactly), or use another optimizer."
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split_batch": lambda batch, size: 1 / 0}, "split_batch= failed: ZeroDivisionError: division by zero"),
+        ({"split_batch": lambda batch, size: None}, "split_batch= returned NoneType, not pairs of"),
+        ({"split_batch": lambda batch, size: []}, "split_batch= returned slices of [] samples."),
+        ({"loss_weight": lambda batch: "x"}, "loss_weight= failed for a slice of 16 samples: ValueError: "),
+        ({"worst_batch": lambda: 1 / 0}, "worst_batch= failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_functions_of_the_users_that_fail_are_named(settings: Any, message: str, make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(verbose=False, micro_batch_size=4, **{**AS_IT_IS, **settings})
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(plugin).fit(Model(), DataLoader(data(), 16))
+    assert str(caught.value).startswith(message)
+
+
+def test_an_error_of_the_step_names_the_batch_that_was_given_and_torch_logs_nothing(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = next(iter(DataLoader(data(), 16)))
+    plugin = MemFit(verbose=False, worst_batch=[torch.cat((x, x), -1), y], **AS_IT_IS)
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        make_trainer(plugin).fit(Model(), DataLoader(data(), 16))
+    assert caught.value.__notes__ == [
+        "MemFit ran training_step with the batch given as worst_batch=: give one that the model takes, as those of the "
+        "run."
+    ]
+    assert not [record for record in caplog.records if "fake_tensor" in record.name]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [("a\0b", "null byte"), ("x" * 5000, "too long"), ("~nobody-here/x", "home")]
+)
+def test_a_cache_directory_that_cannot_be_is_refused(value: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"cache_dir=.* is no directory: .*{reason}"):
+        MemFit(cache_dir=value)
+
+
+def test_a_cache_directory_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert MemFit(cache_dir="~/kept")._cache_dir == tmp_path / "kept"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_memfit import MemFit, Plan, forecast, preparation
+from lightning_memfit import MemFit, Plan, fit_session, forecast, preparation
 from lightning_memfit.apply.batch_scan import ScanLimits
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.hardware.rates import CallSeconds, DeviceRates, RateCurve
@@ -387,3 +387,37 @@ def test_a_plan_that_was_given_is_not_exchanged_for_a_faster_one(make_trainer: M
     plugin = MemFit(plan=given, precision="32-true", optimizer_states="as-configured", verbose=False)
     make_trainer(plugin).fit(Wide(), loader())
     assert plugin.plan is not None and plugin.plan.split.num_slices == 4
+
+
+@pytest.mark.parametrize("slower", [1e4, 1.0])
+def test_rates_that_the_warm_up_disproves_are_forgotten_and_the_plan_says_so(
+    slower: float, make_trainer: MakeTrainer, known_rates: DeviceRates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowed(curve: RateCurve) -> RateCurve:
+        return replace(curve, seconds=tuple(slower * seconds for seconds in curve.seconds))
+
+    curves = {
+        kind: {dtype: slowed(curve) for dtype, curve in by_dtype.items()}
+        for kind, by_dtype in known_rates.curves.items()
+    }
+    forgotten: list[Path] = []
+    monkeypatch.setattr(preparation, "measure_rates", lambda **settings: replace(known_rates, curves=curves))
+    monkeypatch.setattr(fit_session, "forget_rates", forgotten.append)
+    plugin = MemFit(precision="32-true", verbose=False)
+    make_trainer(plugin).fit(Wide(), loader())
+    assert plugin.plan is not None
+    said = [note for note in plugin.plan.notes if "times as long as it does" in note]
+    assert (len(forgotten), len(said)) == ((1, 1) if slower > 1 else (0, 0))
+
+
+def test_the_report_names_the_validation_batch(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    class Validating(Wide):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+    plugin = MemFit(precision="32-true")
+    make_trainer(plugin).fit(Validating(), loader(), loader(count=20, size=16))
+    assert plugin.measured is not None
+    assert plugin.measured.evaluation_batch is not None
+    assert "batch_idx 0" in plugin.measured.evaluation_batch and "(16, 128)" in plugin.measured.evaluation_batch
+    assert "evaluation measured with batch_idx 0" in " ".join(capsys.readouterr().out.split())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_memfit.hardware import measure_rates as module
-from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
+from lightning_memfit.hardware.measure_rates import MOST_NOISE, forget_rates, measure_rates
 from lightning_memfit.hardware.rate_samples import Call, Halves, Sample, samples
 from lightning_memfit.hardware.rates import AllocatorRates, CallSeconds, DeviceRates, RateCurve
 from lightning_memfit.hardware.sampled_curves import SampledCurves
@@ -278,3 +278,11 @@ def test_bitsandbytes_is_measured_by_default_only_where_it_is_imported_already(
 
 def test_torch_still_has_the_private_name_that_the_key_uses() -> None:
     assert hasattr(torch._C, "_has_mkldnn"), f"torch {torch.__version__}: hardware/measure_rates.py must be changed"
+
+
+def test_rates_that_were_disproved_are_measured_anew(tmp_path: Path, measurements: Measurements) -> None:
+    measure_rates(cache_dir=tmp_path, quantised=False)
+    forget_rates(tmp_path)
+    measure_rates(cache_dir=tmp_path, quantised=False)
+    assert len(measurements) == 2
+    forget_rates(tmp_path / "never made")

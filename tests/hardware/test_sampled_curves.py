@@ -166,3 +166,39 @@ def test_what_a_sample_runs_on_is_never_written(halves: Halves) -> None:
             with torch.no_grad():
                 call()
     assert all(bool((halves.of(2**22, dtype=torch.float32) == 0.5).all()) for _ in range(4))
+
+
+class SometimesHeldUp:
+    """A clock of calls that take 50 us, but 20 ms in the first rounds of the first size."""
+
+    def __init__(self, rounds: int) -> None:
+        self.now, self.held_up, self.calls = 0.0, rounds, 0
+
+    def make(self, halves: Any, size: int, dtype: torch.dtype) -> Any:
+        ones = torch.ones(size)
+
+        def call() -> Any:
+            if size == SIZES[0]:
+                self.calls += 1
+            # Counted once before it is timed, and twice in the first round: how long a call takes is asked first.
+            held_up = size == SIZES[0] and self.calls <= 2 + self.held_up
+            self.now += 2e-2 if held_up else 5e-5
+            return torch.add(ones, ones)
+
+        return call
+
+
+SIZES = (64, 4096, 65536, 262144)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "sizes", "held_up"), [(0, 4, 0.0), (1, 4, 0.0), (3, 4, 0.0), (6, 4, 0.0), (99, 1, 5.0)]
+)
+def test_a_size_that_is_held_up_in_some_rounds_keeps_no_larger_one_from_the_others(
+    rounds: int, sizes: int, held_up: float
+) -> None:
+    clock = SometimesHeldUp(rounds)
+    sample = Sample(kind="elementwise", sizes=SIZES, make=clock.make, dtypes=(torch.float32,))
+    found = sampled_curves(Halves(), [sample], lambda: clock.now)
+    assert len(found.curves["elementwise"]["float32"].work) == sizes
+    assert found.held_up == held_up

@@ -152,3 +152,23 @@ def test_what_makes_an_argument_is_part_of_the_key() -> None:
     first = op_probe._keys([COS, made])
     second = op_probe._keys([COS, loose])
     assert first[0] == second[0] and first[1] != second[1]
+
+
+@pytest.mark.parametrize("before", [None, "elsewhere"])
+def test_a_package_that_is_not_installed_is_found_by_the_process_too(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    def start(command: Any, *, env: dict[str, str], **settings: Any) -> Any:
+        started.append(env)
+        raise OSError("not started here")
+
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    monkeypatch.setattr(op_probe.subprocess, "Popen", start)
+    with pytest.raises(OSError, match="not started here"):
+        OperatorProber().start()
+    folders = started[0]["PYTHONPATH"].split(os.pathsep)
+    assert folders == [*([] if before is None else [before]), str(Path(op_probe.__file__).parents[2])]
