@@ -224,9 +224,9 @@ class _Search:
                 continue
             setting = self.settings[exact.candidate]
             retries[setting] = retries.get(setting, 0) + 1
-            excess = exact.predicted_peak_bytes - estimated.predicted_peak_bytes
-            self.added[setting] = max(self.added.get(setting, 0), excess)
-            if retries[setting] <= _MOST_RETRIES and self.added[setting] > 0:
+            # More than what was missed before, with which it would not have been tried.
+            self.added[setting] = exact.predicted_peak_bytes - estimated.predicted_peak_bytes
+            if retries[setting] <= _MOST_RETRIES:
                 again = self.fewest_slices(setting)
                 if again is not None and again is not exact:
                     ranked = sorted([*ranked, again], key=self.score)

@@ -283,6 +283,19 @@ def test_what_a_record_cannot_tell_is_an_error_that_says_why(write: Write) -> No
     assert peak(two, 8, 8) and peak(different(write), 8, 2) and peak(obstacle, 8)
 
 
+def test_what_probing_found_within_an_addition_in_place_counts(write: Write) -> None:
+    step = write()
+    step.start_slice()
+    product = step.op(10, name="mm")
+    step.free(step.op(10, name="add", into=product, signature=0))
+    step.free(product)
+    step.end_forward()
+    record = step.record(1)
+    assert peak(StepVariants(record), 1) == 10
+    # 17 within the operator, of which 10 are its result, which takes the place of what it is added to.
+    assert peak(StepVariants(record, {0: ProbeResult(peak_bytes=17, output_bytes={0: 10})}), 1) == 17
+
+
 @st.composite
 def any_step(draw: st.DrawFn, write: Write) -> tuple[Any, dict[int, ProbeResult]]:
     """Any legal step of one or two equal slices: blocks, saved tensors, sums in place, gradients, clipping."""
@@ -337,7 +350,7 @@ def _some_operators(draw: st.DrawFn, step: Any, own: list[int], alive: list[int]
             waiting.append(step.save(draw(st.sampled_from(own + alive))))
         elif kind == "in place" and own:
             target = own.pop()
-            own.append(step.op(draw(st.integers(0, 40)), into=target))
+            own.append(step.op(draw(st.integers(0, 40)), into=target, signature=draw(st.integers(0, 3))))
             step.free(target)
         else:
             own.append(step.op(draw(st.integers(0, 40)), signature=draw(st.integers(0, 3))))
