@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("same examples every time", derandomize=True, database=None)
+settings.register_profile("new examples")
+settings.load_profile("same examples every time")
 
 WATCHED_VARIABLES = ("MEMFIT", "HYDRA", "MALLOC_")
 """Beginnings of the names of environment variables that change what MemFit or a later test does."""

@@ -323,10 +323,12 @@ class _Builder:
                 continue
             row, again = self._rows[index], self._repeat(event)
             number_written = self._target(index, event)
-            target = None if number_written is None else copies.get(number_written)
-            if target is not None:
-                self.freed[target] = repeated(moment) - 0.05 * squeeze
-            self.operators.append(row._replace(moment=repeated(moment), operation=again, gate=gate, target=target))
+            if number_written is not None:
+                # What came from outside is held for the repetition, and not written into again.
+                row = self._row(index, event, moment, copies.get(number_written))
+            if row.target is not None:
+                self.freed[row.target] = repeated(moment) - 0.05 * squeeze
+            self.operators.append(row._replace(moment=repeated(moment), operation=again, gate=gate))
             sizes = zip(event.outputs, again.outputs, self._sizes(index, row), strict=True)
             for output, copied, size in sizes:
                 gone = moments.freed.get(output.storage, math.inf)

@@ -143,9 +143,10 @@ def test_a_batch_that_is_built_in_another_way_is_refused_with_both_structures(va
     )
 
 
-def test_an_exception_of_the_function_passes_through() -> None:
+def test_an_exception_of_the_function_is_named_and_is_the_cause() -> None:
     def broken(batch: Any) -> Any:
         raise LookupError("no such file")
 
-    with pytest.raises(LookupError, match=r"^no such file$"):
+    with pytest.raises(ConfigurationError, match=r"^worst_batch= failed: LookupError: no such file$") as caught:
         given_worst_batch(broken, first_batch())
+    assert isinstance(caught.value.__cause__, LookupError)

@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import pytest
 
-from lightning_memfit import MemFit, preparation
+from lightning_memfit import MemFit, planning, preparation
 from lightning_memfit.hardware.rates import AllocatorRates, CallSeconds, DeviceRates, RateCurve
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
 
@@ -54,6 +54,16 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> DeviceRates:
     )
     monkeypatch.setattr(preparation, "measure_rates", lambda **settings: rates)
     return rates
+
+
+@pytest.fixture(autouse=True)
+def no_contest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that is predicted to be fastest is taken: on a busy machine a clock would choose another.
+
+    Not in tests that are marked with ``contest``.
+    """
+    if request.node.get_closest_marker("contest") is None:
+        monkeypatch.setattr(planning, "MOST_CONTENDERS", 1)
 
 
 def _straight(per_second: float) -> RateCurve:

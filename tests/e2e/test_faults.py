@@ -32,7 +32,7 @@ from lightning_memfit.trace import training_step
 from lightning_memfit.validate import warmup
 from tests.e2e.test_no_trace import Augmented, Counting, Hostile, differing, mapped, plain, random_states
 
-pytestmark = pytest.mark.usefixtures("no_probing")
+pytestmark = [pytest.mark.usefixtures("no_probing"), pytest.mark.contest]
 MakeTrainer = Callable[..., Any]
 
 STAGES: tuple[ModuleType, ...] = (
@@ -227,7 +227,7 @@ def check(points: list[tuple[Point, type[BaseException]]], make_trainer: MakeTra
             traces[point, error.__name__] = min(candidates, key=len)[:3]
     print(f"{len(points)} points")
     assert missed == []
-    assert len(points) > 100
+    assert len(points) > 50
     assert traces == {}
 
 
@@ -237,8 +237,9 @@ ERRORS: tuple[type[BaseException], ...] = (Injected, torch.OutOfMemoryError, Key
 def test_whatever_raises_while_memfit_works_everything_is_as_if_it_had_not_run(
     make_trainer: MakeTrainer, ends: Mapping[str, Any]
 ) -> None:
-    """One error at each point, in turns."""
-    check(list(zip(points_of(make_trainer), itertools.cycle(ERRORS))), make_trainer, ends)  # endless
+    """One error at each point but those within a stage (its private functions), in turns."""
+    points = [point for point in points_of(make_trainer) if "._" not in point[0].replace(".__", "")]
+    check(list(zip(points, itertools.cycle(ERRORS))), make_trainer, ends)  # endless
 
 
 @pytest.mark.slow

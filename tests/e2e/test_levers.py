@@ -147,6 +147,7 @@ def test_an_implementation_does_not_travel_to_a_plain_trainer(make_trainer: Make
 # Chosen by speed
 
 
+@pytest.mark.contest
 def test_the_fastest_implementation_by_prediction_is_timed_against_those_nearly_as_fast(
     make_trainer: MakeTrainer, known_rates: DeviceRates, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,28 @@ def test_an_addition_in_place_takes_no_room_repeated_or_not(write: Write) -> Non
     assert recomputed.by_phase == {"forward": 15, "backward": 20}
 
 
+def test_an_addition_to_what_came_from_outside_a_repeated_block_has_a_result_of_its_own(write: Write) -> None:
+    step = write()
+    step.start_slice()
+    outside = step.op(10, name="mm")
+    step.begin("block")
+    total = step.op(10, name="add", into=outside, signature=0)
+    step.free(outside)
+    saved = step.save(total)
+    step.free(total)
+    step.end()
+    step.end_forward()
+    step.free(step.op(1))
+    step.unpack(saved)
+    step.op(1)
+    step.release(saved)
+    variants = StepVariants(step.record(1), {0: ProbeResult(peak_bytes=17, output_bytes={0: 12})})
+    # In place, and 5 of temporaries beside it; repeated after the generator's 5 and 5 more: 17 within the operator.
+    assert variants.memory(Variant(slice_sizes=(1,)), NO_STEP).by_phase == {"forward": 15, "backward": 11}
+    recomputed = variants.memory(Variant(slice_sizes=(1,), recomputed=("block",)), NO_STEP)
+    assert recomputed.by_phase == {"forward": 20, "backward": 27}
+
+
 def different(write: Write) -> StepVariants:
     step = write()
     for samples, name in ((8, "one"), (2, "two")):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.e2e.conftest import known_rates, make_trainer, no_probing, own_cache
+from tests.e2e.conftest import known_rates, make_trainer, no_contest, no_probing, own_cache
 
-__all__ = ["known_rates", "make_trainer", "no_probing", "own_cache"]
+__all__ = ["known_rates", "make_trainer", "no_contest", "no_probing", "own_cache"]

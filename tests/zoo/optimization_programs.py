@@ -71,6 +71,13 @@ class Groups(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Amsgrad(Classifier):
+    """An option that bitsandbytes takes and ignores."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3, amsgrad=True)
+
+
 class Plateau(Classifier):
     """A schedule that looks at a logged metric."""
 
@@ -159,6 +166,8 @@ PROGRAMS = (
     Program(name="two optimizers by hand", make=of(Adversarial), runs_alone="manual optimization"),
     Program(name="one optimizer by hand", make=of(ByHand), runs_alone="manual optimization"),
     Program(name="parameter groups and OneCycleLR", make=of(Groups)),
+    # Adam divides by the gradient's size, so that rounding moves weights whose gradient is nearly zero.
+    Program(name="Adam with amsgrad", make=of(Amsgrad), not_quantised="amsgrad", sliced_within=1e-4),
     Program(name="ReduceLROnPlateau", make=of(Plateau)),
     Program(name="frozen parameters", make=of(Frozen)),
     Program(name="unfrozen later", make=of(Unfreezing)),

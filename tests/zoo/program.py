@@ -42,14 +42,10 @@ class Program:
     """Why it may not be sliced: a part of the error that a pinned ``micro_batch_size`` raises; ``None`` if it may."""
     blocks: tuple[str, ...] = ("blocks.*",)
     """Patterns of the modules that the checkpointed run recomputes."""
-    not_checkpointed: str | None = None
-    """Why nothing may be recomputed: a part of the error; ``None`` if it may."""
     not_quantised: str | None = None
     """Why 8-bit states cannot be had: a part of the error; ``None`` if they can."""
     sliced_within: float = 1e-5
     """Largest relative difference of final weights, sliced from plain; above 1e-5 the reason stands beside it."""
-    quantised_within: float = 0.02
-    """The same with 8-bit states: they are rounded in every step, so that weights differ; documented in the README."""
     traceable: bool = True
     """Whether the step can be traced; otherwise the peak is a line through two small real steps."""
     runs_alone: str | None = None
