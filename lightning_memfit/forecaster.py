@@ -185,7 +185,7 @@ class Forecaster:
                     resident_batches=self._given.resident_batches,
                     waiting_batch=self._given.waiting_batch,
                     collect_signatures=self._prober is not None,
-                    floating=_floating(candidate),
+                    floating=floating_dtype(candidate),
                     steps=False,
                 )
             step = self._step(candidate, window.gradients)
@@ -212,7 +212,9 @@ class Forecaster:
         try:
             variant = self._records.variant_of(candidate)
             with faked_quantisation():
-                recorded = self._records.recorded(candidate, variant, self._slices_of(candidate), _floating(candidate))
+                recorded = self._records.recorded(
+                    candidate, variant, self._slices_of(candidate), floating_dtype(candidate)
+                )
             step = self._step(candidate, recorded.gradients)
         except (BatchStructureError, TraceError) as error:
             raise NotDerivableError(str(error)) from error
@@ -231,14 +233,14 @@ class Forecaster:
 
     def _step(self, candidate: Candidate, gradients: _Layouts) -> _OptimizerStep:
         """The optimizer's step, which depends on nothing in front of it but which gradients there are."""
-        key = candidate.optimizer_states, candidate.optimizer_implementation, _floating(candidate), gradients
+        key = candidate.optimizer_states, candidate.optimizer_implementation, floating_dtype(candidate), gradients
         if key not in self._steps:
             with faked_quantisation():
                 step = trace_optimizer_step(
                     self._program_at(candidate),
                     gradients=gradients,
                     collect_signatures=self._prober is not None,
-                    floating=_floating(candidate),
+                    floating=floating_dtype(candidate),
                 )
             probes = self._probe(step.signatures)
             cost = optimizer_step_cost(step, probes.results)
@@ -306,7 +308,7 @@ class Forecaster:
                     samples=self._given.samples_of(self._given.batch),
                     accumulates=accumulates,
                     zero_gradients_early=candidate.zero_gradients_early,
-                    floating=_floating(candidate),
+                    floating=floating_dtype(candidate),
                 )
         except (TraceError, BatchStructureError) as error:
             raise TraceError(
@@ -327,7 +329,7 @@ def _whole(window: VariantSeconds | None, variant: Variant, step: StepSeconds | 
     return None if window is None or step is None else window.of(variant, step)
 
 
-def _floating(candidate: Candidate) -> torch.dtype | None:
+def floating_dtype(candidate: Candidate) -> torch.dtype | None:
     """The dtype that module and batch have under a precision, if not their own."""
     return torch.bfloat16 if candidate.precision == "bf16-true" else None
 

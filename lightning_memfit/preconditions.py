@@ -80,11 +80,6 @@ def check_trainer(trainer: Any) -> None:
 
 def idle_reason(trainer: Any, module: Any) -> str | None:
     """Why a run that is supported has nothing to plan; ``None`` if it has."""
-    if not module.automatic_optimization:
-        return (
-            "manual optimization: training_step runs backward and steps by itself, and this release plans automatic "
-            "optimization only. Nothing is planned, proven or changed"
-        )
     if trainer.limit_train_batches == 0:
         return "limit_train_batches=0: there is nothing to train"
     return None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
@@ -20,7 +19,6 @@ from lightning_memfit.apply.slicing import weight_of
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
-from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.forecasting import device_precisions, resident_bytes
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
@@ -29,8 +27,9 @@ from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, PlanRequest
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, PlanRequest
 from lightning_memfit.predict.budget import form_budget
+from lightning_memfit.run_forecaster import RunForecaster, floor_forecast, forecaster_of
 from lightning_memfit.search.batch_arithmetic import (
     LoaderPlan,
     last_window_is_short,
@@ -41,13 +40,14 @@ from lightning_memfit.search.checkpointing import find_repeated_blocks, match_mo
 from lightning_memfit.search.levers import SearchSpace, search_space
 from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.trace.op_probe import OperatorProber
-from lightning_memfit.trace.step_program import StepProgram, optimizers_of, program_of
 from lightning_memfit.units import format_bytes
 from lightning_memfit.validate.arrived_batch import ArrivedBatch, arrived_batch
 from lightning_memfit.validate.splittable import has_train_mode_batch_norm
 
 SCAN_LIMITS = ScanLimits()
 """How far the batches of an epoch are looked through for the largest."""
+MANUAL_ZEROING = "manual optimization: training_step itself zeroes gradients"
+"""Why gradients are not zeroed early there."""
 WorstBatch = Any
 """The largest batch of a run as the user gives it: a batch, or a function that makes it; ``None`` if not given."""
 
@@ -80,7 +80,7 @@ class Preparation:
     """Where the fit runs."""
     budget: Budget
     """What it may use."""
-    forecaster: Forecaster
+    forecaster: RunForecaster
     """Says what a candidate needs."""
     resident_batches: int
     """Batches alive at the same time."""
@@ -181,7 +181,7 @@ class Preparation:
             return self._floor(candidate, error)
 
     def _floor(self, candidate: Candidate, error: TraceError) -> Forecast:
-        floor = _floor(candidate, self.module, self.arrived.batch, error)
+        floor = floor_forecast(candidate, self.module, self.arrived.batch, error)
         return replace(floor, memory=floor.memory.beside(self.forecaster.callback_bytes))
 
     def space(self, slicing_obstacle: str | None) -> SearchSpace:
@@ -204,6 +204,8 @@ class Preparation:
             precision_reason=mixing_obstacle,
             implementations=facts.implementations,
             states_reason=facts.quantisation_obstacle,
+            states_left=facts.left_as_configured,
+            gradients_reason=None if self.module.automatic_optimization else MANUAL_ZEROING,
         )
 
     def _optimizer_facts(self) -> OptimizerFacts:
@@ -244,21 +246,18 @@ def prepare(
     first = loader.peek()
     first_arrived = arrived_batch(trainer, module, first).batch
     declared = loader.batch_size
-    loader_plan = resolve_loader(
-        effective_batch_size=request.effective_batch_size,
-        ranks=1,
-        loader_batch_size=declared if declared is not None else _samples_seen(first_arrived, functions, request),
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        can_rebuild=loader.can_rebuild,
-        has_batch_norm=has_train_mode_batch_norm(module) is not None,
-        allow_inexact_slicing=request.allow_inexact_slicing,
-        rebuild_obstacle=loader.rebuild_obstacle,
+    loader_plan = _loader_plan(
+        trainer,
+        module,
+        request,
+        loader,
+        declared if declared is not None else _samples_seen(first_arrived, functions, request),
     )
     if callable(functions.loss_weight) or functions.loss_weight != "samples":
         weight_of(first_arrived, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
     scanned = _planned_batch(first, request, loader, loader_plan, worst_batch)
     batch, arrived = scanned.batch, arrived_batch(trainer, module, scanned.batch)
-    device, program = detect_device("local"), _program(trainer, module)
+    device = detect_device("local")
     rates = measure_rates(cache_dir=cache_dir)
     kept = callback_bytes(trainer, module)
     resident_batches = _resident_batches(loader, scanned)
@@ -275,12 +274,12 @@ def prepare(
         rival=scanned.rival,
         device=device,
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch) + kept),
-        forecaster=Forecaster(
-            program,
+        forecaster=forecaster_of(
+            trainer,
+            module,
             arrived.batch,
+            functions=functions,
             prober=prober,
-            divide=functions.divide,
-            samples_of=functions.samples_of,
             resident_batches=resident_batches,
             waiting_batch=batch,
             rates=rates,
@@ -289,6 +288,31 @@ def prepare(
         resident_batches=resident_batches,
         scan_is_complete=scanned.complete,
         notes=(*_notes(trainer, loader, loader_plan), *_not_arrived(arrived), *_rough_rates(rates)),
+    )
+
+
+def _loader_plan(trainer: Any, module: Any, request: PlanRequest, loader: TrainLoader, samples: int) -> LoaderPlan:
+    """Batch size and accumulation that form the effective batch.
+
+    Raises:
+        ConfigurationError: if it cannot be formed.
+    """
+    asked = request.effective_batch_size
+    if not module.automatic_optimization and asked not in (None, samples):
+        raise ConfigurationError(
+            f"effective_batch_size={asked}, and the loader's batches have {samples} samples: under manual optimization "
+            "training_step itself decides when its optimizers step, so that MemFit neither accumulates batches nor "
+            f"changes their size. Set the loader's batch_size to {asked}, or leave effective_batch_size out."
+        )
+    return resolve_loader(
+        effective_batch_size=asked,
+        ranks=1,
+        loader_batch_size=samples,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        can_rebuild=loader.can_rebuild,
+        has_batch_norm=has_train_mode_batch_norm(module) is not None,
+        allow_inexact_slicing=request.allow_inexact_slicing,
+        rebuild_obstacle=loader.rebuild_obstacle,
     )
 
 
@@ -344,76 +368,6 @@ def _resident_batches(loader: TrainLoader, scanned: ScannedBatch) -> int:
     ahead = 1 if loader.num_batches is not None else 2
     largest = storage_bytes(reachable_tensors([scanned.batch]))
     return max(ahead, -(-scanned.held_bytes // largest) if largest else 0)
-
-
-def _program(trainer: Any, module: Any) -> StepProgram:
-    def clip(optimizer: Any) -> None:
-        module.configure_gradient_clipping(
-            optimizer,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        )
-
-    program = program_of(module, clip_gradients=clip)
-    return replace(program, make_optimizer=lambda: _the_optimizer(trainer, module))
-
-
-def _floor(candidate: Candidate, module: Any, batch: Any, error: TraceError) -> Forecast:
-    parameters = list(module.parameters())
-    by_category = {
-        "parameters": storage_bytes(parameters),
-        "gradients": storage_bytes([parameter for parameter in parameters if parameter.requires_grad]),
-        "buffers": storage_bytes(list(module.buffers())),
-        "inputs": storage_bytes(reachable_tensors([batch])),
-    }
-    return Forecast(
-        candidate=candidate,
-        memory=MemoryBreakdown(
-            peak_allocated_bytes=sum(by_category.values()),
-            by_category=by_category,
-            peak_phase=None,
-            num_parameters=sum(parameter.numel() for parameter in parameters),
-        ),
-        method="floor",
-        notes=(
-            f"before training begins the step can neither be traced nor run ({error}); the "
-            "forecast is only what parameters, gradients, buffers and inputs take, and the warm-up will tell",
-        ),
-    )
-
-
-def _the_optimizer(trainer: Any, module: Any) -> Optimizer:
-    """The one optimizer that automatic optimization steps.
-
-    Raises:
-        ConfigurationError: if there is none, or more than one, or it cannot be accumulated for.
-    """
-    configured, name = module.configure_optimizers(), f"{type(module).__qualname__}.configure_optimizers()"
-    try:
-        found = optimizers_of(configured)
-    except TraceError as error:
-        raise ConfigurationError(
-            f"{name} returned a {type(configured).__name__}, which holds no optimizer. Return one, such as "
-            "torch.optim.AdamW(self.parameters())."
-        ) from error
-    if len(found) == 1:
-        accumulate = trainer.accumulate_grad_batches  # the planned number, while a step is traced
-        if isinstance(found[0], LBFGS) and accumulate > 1:
-            raise ConfigurationError(
-                f"LBFGS runs its closure several times per optimizer step, so that with {accumulate} accumulated "
-                "batches the gradients of the last one would be added several times. Make the loader's batch as large "
-                "as effective_batch_size (MemFit slices it exactly), or use another optimizer."
-            )
-        return found[0]
-    if not found:
-        raise ConfigurationError(
-            f"{name} returned no optimizer, so that there is no optimizer step to plan. Return one, such as "
-            "torch.optim.AdamW(self.parameters()), or set MEMFIT=off in the environment to run without."
-        )
-    raise ConfigurationError(
-        f"{name} returned {len(found)} optimizers; automatic optimization steps 1. Return one, or set "
-        "self.automatic_optimization = False and step them in training_step: MemFit leaves such a run alone."
-    )
 
 
 def _samples_seen(batch: Any, functions: BatchFunctions, request: PlanRequest) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
-from lightning_memfit.apply.quantised_states import verify_quantised
+from lightning_memfit.apply.quantised_states import verify_all_quantised
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.contest import Standing, fastest
 from lightning_memfit.errors import NoFeasiblePlanError, is_out_of_memory
@@ -15,6 +15,7 @@ from lightning_memfit.plan import Budget, Choice, Forecast, Measurement, PassedO
 from lightning_memfit.planning import Planning
 from lightning_memfit.report.no_fit import no_fit_message
 from lightning_memfit.search.reasons import choices_of
+from lightning_memfit.trace.manual_step import MOST_BATCHES
 from lightning_memfit.units import MIB, format_bytes, format_seconds
 from lightning_memfit.validate.verdict import far_below, judge
 from lightning_memfit.validate.warmup import run_warmup, time_steps
@@ -25,7 +26,8 @@ TIMED_SECONDS = 0.5
 """Seconds of unprofiled steps with which each of the nearly fastest plans is timed; at least one step."""
 
 _NOTHING_PROVEN = (
-    "NOT PROVEN: training_step gave no loss for the first batch, so that the warm-up measured steps that do nothing"
+    "NOT PROVEN: training_step gave no loss for the first batch (or, under manual optimization, an optimizer did not "
+    f"step within {MOST_BATCHES} batches), so that the warm-up measured steps that do nothing"
 )
 
 Failed = tuple[Forecast, Measurement | None]
@@ -152,7 +154,9 @@ class Proving:
         candidate, request = forecast.candidate, self._prepared.request
         self._planning.announce(f"proving with {request.num_profiled_steps} real steps: {candidate.label}")
         verify = (
-            partial(verify_quantised, module=self._prepared.module) if candidate.optimizer_states == "8bit" else None
+            partial(verify_all_quantised, module=self._prepared.module)
+            if candidate.optimizer_states == "8bit"
+            else None
         )
         measurement = None
         try:

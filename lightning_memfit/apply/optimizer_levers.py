@@ -9,7 +9,7 @@ Adapter for a private name of bitsandbytes (0.50): ``functional.create_dynamic_m
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from lightning_memfit.apply.optimizer_implementation import implementations_of, 
 from lightning_memfit.apply.quantised_states import quantisation_obstacle, quantise, sparse_gradients
 from lightning_memfit.apply.update_rules import public_name
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.plan import OptimizerImplementation, OptimizerStates
+from lightning_memfit.plan import Candidate, OptimizerImplementation, OptimizerStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class OptimizerFacts:
     """What its step can be run with beside what it is run with now."""
     quantisation_obstacle: str | None
     """Why its states cannot be quantised, in words with its name; ``None`` if they can."""
+    left_as_configured: str | None = None
+    """Which of several optimizers would keep their states, and why, where others' can be quantised; else ``None``."""
     unscales_by_itself: bool = False
     """Whether it takes scaled gradients, as with ``fused=True``: Lightning refuses to clip those in mixed precision."""
 
@@ -50,6 +52,38 @@ def optimizer_facts(optimizer: Optimizer, module: nn.Module) -> OptimizerFacts:
         implementations=_implementations(optimizer, module),
         quantisation_obstacle=quantisation_obstacle(optimizer, module),
         unscales_by_itself=bool(getattr(optimizer, "_step_supports_amp_scaling", False)),
+    )
+
+
+def joint_facts(facts: Sequence[OptimizerFacts]) -> OptimizerFacts:
+    """What can be chosen for several optimizers of one run.
+
+    Implementations are those that each of them can have; states are quantised where one of them can have it.
+    """
+    first, *others = facts
+    obstacles = [each.quantisation_obstacle for each in facts]
+    known = "; ".join(dict.fromkeys(obstacle.rstrip(".") for obstacle in obstacles if obstacle is not None))
+    some_can = None in obstacles
+    return OptimizerFacts(
+        name=", ".join(each.name for each in facts),
+        implementations=tuple(
+            name for name in first.implementations if all(name in other.implementations for other in others)
+        ),
+        quantisation_obstacle=None if some_can else known,
+        left_as_configured=known if some_can and known else None,
+        unscales_by_itself=any(each.unscales_by_itself for each in facts),
+    )
+
+
+def with_levers_it_can_have(optimizer: Optimizer, module: nn.Module, candidate: Candidate) -> Optimizer:
+    """As :func:`with_levers`, but one of several optimizers whose states cannot be quantised stays as it is."""
+    if candidate.optimizer_states == "8bit" and quantisation_obstacle(optimizer, module) is not None:
+        return optimizer
+    return with_levers(
+        optimizer,
+        module,
+        optimizer_states=candidate.optimizer_states,
+        implementation=candidate.optimizer_implementation,
     )
 
 

@@ -17,7 +17,7 @@ import importlib.metadata
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -259,6 +259,25 @@ def verify_quantised(optimizer: Optimizer, module: nn.Module) -> OptimizerStates
         kept_bytes=bytes_by_kind["kept"],
         saved_bytes=in_32_bits - bytes_by_kind["quantised"],
         kept_reason=", ".join(_counted(count, reason) for reason, count in sorted(kept.items())),
+    )
+
+
+def verify_all_quantised(optimizers: Sequence[Optimizer], module: nn.Module) -> OptimizerStatesMeasurement:
+    """As :func:`verify_quantised` for all of a run's optimizers whose states are kept by bitsandbytes, in sum.
+
+    Raises:
+        MemFitError: as there; also if there is no such optimizer.
+    """
+    quantised = [optimizer for optimizer in optimizers if is_bitsandbytes(optimizer)] or list(optimizers)
+    found = [verify_quantised(optimizer, module) for optimizer in quantised]
+    return OptimizerStatesMeasurement(
+        optimizer=", ".join(each.optimizer for each in found),
+        quantised_parameters=sum(each.quantised_parameters for each in found),
+        quantised_bytes=sum(each.quantised_bytes for each in found),
+        kept_parameters=sum(each.kept_parameters for each in found),
+        kept_bytes=sum(each.kept_bytes for each in found),
+        saved_bytes=sum(each.saved_bytes for each in found),
+        kept_reason=", ".join(dict.fromkeys(each.kept_reason for each in found if each.kept_reason)),
     )
 
 

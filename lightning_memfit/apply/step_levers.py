@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.apply.micro_batches import Slicer
 from lightning_memfit.apply.optimizer_checkpoints import as_configured_groups, carry_states, implementation_flags
 from lightning_memfit.apply.optimizer_implementation import set_implementation
 from lightning_memfit.apply.optimizer_swap import OptimizerSwap, swap_optimizer
 from lightning_memfit.apply.precision import exchange_delegate
-from lightning_memfit.apply.quantised_states import quantise
+from lightning_memfit.apply.quantised_states import quantisation_obstacle, quantise
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.plan import Candidate, OptimizerImplementation, OptimizerStates
 from lightning_memfit.undo import Undo
@@ -47,7 +49,7 @@ class StepLevers:
         # Not asked of the Trainer: between two fits it holds the optimizer of the first.
         self._optimizer_is_there = False
         self._optimizer_setting = _AS_CONFIGURED
-        self._configured_flags: tuple[dict[str, Any], ...] = ()
+        self._configured_flags: list[tuple[dict[str, Any], ...]] = []
         self._swap: OptimizerSwap | None = None
 
     def put_on(self, candidate: Candidate) -> None:
@@ -60,20 +62,13 @@ class StepLevers:
         with ExitStack() as levers:
             levers.callback(exchange_delegate(self._trainer, candidate.precision))
             levers.callback(checkpoint_modules(self._module, candidate.checkpointed_modules))
-            slicer = Slicer(
-                trainer=self._trainer,
-                module=self._module,
-                split=candidate.split,
-                split_batch=self._split_batch,
-                loss_weight=self._loss_weight,
-                zero_gradients_early=candidate.zero_gradients_early,
-            )
-            levers.callback(slicer.apply())
+            if self._module.automatic_optimization:  # else there is no closure in which batches could be divided
+                levers.callback(self._slicer(candidate).apply())
             self._levers = levers.pop_all()
         self._candidate = candidate
 
     def put_on_optimizer(self, candidate: Candidate) -> None:
-        """Put the format of the states and the implementation of the step on the Trainer's one optimizer.
+        """Put the format of the states and the implementation of the step on the Trainer's optimizers.
 
         Schedulers go on driving it with the same trajectory; states that exist are converted.
         """
@@ -83,9 +78,9 @@ class StepLevers:
             return
         self._optimizer_levers.close()
         self._optimizer_setting = _AS_CONFIGURED
-        self._configured_flags = implementation_flags(self._trainer.optimizers[0])
+        self._configured_flags = [implementation_flags(optimizer) for optimizer in self._trainer.optimizers]
         self._swap = None
-        undo = _apply_to_optimizer(self._trainer, self._module, candidate)
+        undo = _apply_to_optimizers(self._trainer, self._module, candidate)
         self._optimizer_levers.callback(undo)
         self._swap = undo if isinstance(undo, OptimizerSwap) else None
         self._optimizer_setting = wanted
@@ -99,8 +94,18 @@ class StepLevers:
         """Save the optimizer's groups as the user configured them: a lever must not travel to a plain Trainer."""
         saved = checkpoint.get("optimizer_states")
         if saved and self._optimizer_setting != _AS_CONFIGURED:
-            first = as_configured_groups(saved[0], self._configured_flags)
-            checkpoint["optimizer_states"] = [first, *saved[1:]]
+            # Both in the order of the Trainer's optimizers.
+            checkpoint["optimizer_states"] = list(map(as_configured_groups, saved, self._configured_flags))
+
+    def _slicer(self, candidate: Candidate) -> Slicer:
+        return Slicer(
+            trainer=self._trainer,
+            module=self._module,
+            split=candidate.split,
+            split_batch=self._split_batch,
+            loss_weight=self._loss_weight,
+            zero_gradients_early=candidate.zero_gradients_early,
+        )
 
     def take_off(self) -> None:
         """Take everything back but the levers of the optimizer. Calling it twice is harmless."""
@@ -118,11 +123,18 @@ class StepLevers:
         self._optimizer_is_there = False
 
 
-def _apply_to_optimizer(trainer: Any, module: Any, candidate: Candidate) -> Undo:
+def _apply_to_optimizers(trainer: Any, module: Any, candidate: Candidate) -> Undo:
     if candidate.optimizer_states == "8bit":
+
+        def quantised(old: Optimizer) -> Optimizer:
+            # One of several whose states cannot be quantised stays as it is; the search knows whether any can be.
+            can_be = len(trainer.optimizers) == 1 or quantisation_obstacle(old, module) is None
+            return quantise(old, module) if can_be else old
+
         # States in 32 bits would stay alive beside the new ones, and count in what the warm-up measures.
-        return swap_optimizer(trainer, lambda old: quantise(old, module), carry=carry_states, keep_states=False)
-    if candidate.optimizer_implementation != "as-configured":
-        (optimizer,) = trainer.optimizers
-        return set_implementation(optimizer, candidate.optimizer_implementation)
-    return lambda: None
+        return swap_optimizer(trainer, quantised, carry=carry_states, keep_states=False)
+    with ExitStack() as undos:
+        if candidate.optimizer_implementation != "as-configured":
+            for optimizer in trainer.optimizers:
+                undos.callback(set_implementation(optimizer, candidate.optimizer_implementation))
+        return undos.pop_all().close

@@ -67,6 +67,10 @@ class SearchSpace:
     """Why only one slice is allowed, if it is; or why the number is fixed."""
     states_reason: str | None = None
     """Why the states may not be quantised, if they may not."""
+    states_left: str | None = None
+    """Which of several optimizers keep their states when others' are quantised, and why."""
+    gradients_reason: str | None = None
+    """Why gradients may not be zeroed early, if they may not."""
 
     def settings(self, tier: int) -> Iterator[Setting]:
         """The settings of one harm tier; of equal ones, those that recompute least come first."""
@@ -128,6 +132,8 @@ def search_space(
     precision_reason: str | None = None,
     implementations: tuple[OptimizerImplementation, ...] = (),
     states_reason: str | None = "not looked at",
+    states_left: str | None = None,
+    gradients_reason: str | None = None,
 ) -> SearchSpace:
     """Put the space together.
 
@@ -141,6 +147,8 @@ def search_space(
         precision_reason: why there is only one, if it is not the device.
         implementations: what ``optimizer_implementation="auto"`` may choose from beside the configured one.
         states_reason: why the optimizer's states cannot be quantised; ``None`` if they can.
+        states_left: which of several optimizers keep their states when others' are quantised, and why.
+        gradients_reason: why gradients cannot be zeroed early; ``None`` if they can.
 
     Raises:
         ConfigurationError: if ``micro_batch_size`` cannot be had, blocks were asked for and there are none, or 8-bit
@@ -166,6 +174,8 @@ def search_space(
         precision_reason=precision_reason,
         slicing_reason=reason,
         states_reason=states_reason,
+        states_left=states_left,
+        gradients_reason=gradients_reason,
     )
 
 

@@ -256,7 +256,9 @@ class _Search:
     def best_at(self, setting: Setting, num_slices: int) -> Forecast:
         """Zeroing late is what the run does today; zeroing early is taken where only that fits."""
         late = self.forecast(setting, num_slices, early=False)
-        return late if self._fits_by_estimate(late) else self.forecast(setting, num_slices, early=True)
+        if self._fits_by_estimate(late) or self.space.gradients_reason is not None:
+            return late
+        return self.forecast(setting, num_slices, early=True)
 
     def fewest_slices(self, setting: Setting) -> Forecast | None:
         counts = self.space.num_slices

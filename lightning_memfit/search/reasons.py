@@ -47,7 +47,7 @@ def choices_of(
         _precision_choice(request, space, chosen, others),
         _checkpointing_choice(request, budget, space, chosen, others),
         _slicing_choice(space, chosen, others),
-        _zeroing_choice(chosen),
+        _zeroing_choice(space, chosen),
         _states_choice(request, space, chosen),
         _implementation_choice(request, space, chosen, others),
     )
@@ -161,20 +161,24 @@ def _other_levers(candidate: Candidate) -> tuple[object, ...]:
     )
 
 
-def _zeroing_choice(chosen: Forecast) -> Choice:
+def _zeroing_choice(space: SearchSpace, chosen: Forecast) -> Choice:
     if chosen.candidate.zero_gradients_early:
         reason = "the old gradients would not fit beside the next forward; costs nothing"
         return Choice(lever="zero_gradients_early", value="before the forward", reason=reason)
+    if space.gradients_reason is not None:
+        return Choice(lever="zero_gradients_early", value="as in training_step", reason=space.gradients_reason)
     return Choice(lever="zero_gradients_early", value="after the forward", reason="Lightning's own order fits")
 
 
 def _states_choice(request: PlanRequest, space: SearchSpace, chosen: Forecast) -> Choice:
     if chosen.candidate.optimizer_states == "8bit":
         reason = "as given" if request.optimizer_states == "8bit" else "nothing fits with the states as configured"
+        left = "" if space.states_left is None else f"; left as configured: {space.states_left}"
         return Choice(
             lever="optimizer_states",
             value="8bit",
-            reason=f"{reason}; tier 1: states are rounded to 8 bits in blocks of 256, and the loss curve may differ",
+            reason=f"{reason}; tier 1: states are rounded to 8 bits in blocks of 256, and the loss curve may differ"
+            f"{left}",
         )
     if request.optimizer_states == "as-configured":
         reason = "as given"

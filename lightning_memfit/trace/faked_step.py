@@ -116,6 +116,16 @@ def make_optimizer(program: StepProgram, parameters: Sequence[nn.Parameter]) -> 
     """
     with users_code():
         optimizer = program.make_optimizer()
+    check_known(optimizer, parameters)
+    return optimizer
+
+
+def check_known(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse an optimizer that was given tensors which are not parameters of the module now.
+
+    Raises:
+        TraceError: with their number.
+    """
     known = {id(parameter) for parameter in parameters}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
@@ -123,7 +133,6 @@ def make_optimizer(program: StepProgram, parameters: Sequence[nn.Parameter]) -> 
             f"the optimizer was given {len(strangers)} tensors that are not parameters of the module now "
             f"(the first has shape {tuple(strangers[0].shape)}); were they collected before configure_optimizers?"
         )
-    return optimizer
 
 
 def add_module_residents(tracer: StepTracer, module: nn.Module) -> None:

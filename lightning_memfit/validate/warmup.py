@@ -27,6 +27,7 @@ from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
 from lightning_memfit.plan import Measurement, OperatorCost, OptimizerStatesMeasurement
+from lightning_memfit.trace.manual_step import MOST_BATCHES
 from lightning_memfit.upstream import upstream_module
 
 _LOGGER_FACTS = ("name", "version", "save_dir", "log_dir", "root_dir")
@@ -73,7 +74,7 @@ def run_warmup(
             spare, since on a host both share one memory.
         meter: makes the meter from the bytes that are resident at its start.
         timed_seconds: seconds to spend on further steps without the profiler, at least 1 and at most 5 steps.
-        verify_states: looks at an optimizer's states after the steps.
+        verify_states: looks at the states of the optimizers after the steps.
         validation_loader: which of several validation loaders that are read one after another the batch is from, which
             Lightning then tells the step; ``None`` if there is one.
 
@@ -115,7 +116,7 @@ def run_warmup(
                 run.train(batch, untouched, num_profiled_steps)
             states = None
             if verify_states is not None and any(run.gave_loss):
-                states = verify_states(trainer.optimizers[0])
+                states = verify_states(trainer.optimizers)
             seconds = run.time(batch, untouched, timed_seconds)
         evaluation_meter = None
         if validation_batch is not None:
@@ -194,7 +195,7 @@ class _WarmUp:
     call: Any
     """Lightning's module of functions that call hooks."""
     gave_loss: list[bool] = field(default_factory=list)
-    """Whether each training step did, in order."""
+    """Whether each training step did, in order; under manual optimization, whether all optimizers stepped."""
     left_behind: list[int] = field(default_factory=list)
     """Bytes of the loader's batch that training lets go of, once its own is made of it; known from the first step on.
 
@@ -223,7 +224,9 @@ class _WarmUp:
         return min(steps)
 
     def _optimizer_step(self, batch: Any, untouched: Snapshot) -> float:
-        """One window of Lightning batches, as ``_TrainingEpochLoop.advance`` runs them."""
+        """One window of Lightning batches, as ``_TrainingEpochLoop.advance`` runs them; its seconds."""
+        if not self.module.automatic_optimization:
+            return self._manual_steps(batch, untouched)
         epoch_loop, seconds = self.trainer.fit_loop.epoch_loop, 0.0
         accumulate = self.trainer.accumulate_grad_batches
         for index in range(accumulate):
@@ -236,6 +239,21 @@ class _WarmUp:
             if not epoch_loop._should_accumulate():  # an epoch shorter than a window steps early
                 break
         return seconds
+
+    def _manual_steps(self, batch: Any, untouched: Snapshot) -> float:
+        """As many batches as it takes for every optimizer to step, at least two; seconds of one, on average."""
+        progress, seconds, index = self.trainer.fit_loop.epoch_loop.batch_progress, 0.0, 0
+        progress.is_last_batch = False
+        with _not_stepped(self.trainer.optimizers) as waited_for:
+            while index < 2 or (waited_for and index < MOST_BATCHES):
+                progress.current.ready = index + 1
+                start = perf_counter()
+                self._training_batch(batch, index)
+                seconds += perf_counter() - start
+                untouched.restore()
+                index += 1
+            self.gave_loss.append(not waited_for)
+        return seconds / index
 
     def _training_batch(self, batch: Any, index: int) -> None:
         trainer, epoch_loop = self.trainer, self.trainer.fit_loop.epoch_loop
@@ -251,7 +269,6 @@ class _WarmUp:
             self.gave_loss.append(bool(output))
         else:
             output = epoch_loop.manual_optimization.run(kwargs)
-            self.gave_loss.append(True)
         self._hook("on_train_batch_end", output, batch, index)
         trainer._logger_connector.on_batch_end()
 
@@ -287,6 +304,21 @@ class _WarmUp:
 
     def _hook(self, name: str, *arguments: Any) -> None:
         self.call._call_lightning_module_hook(self.trainer, name, *arguments)
+
+
+@contextmanager
+def _not_stepped(optimizers: list[Any]) -> Iterator[set[int]]:
+    """The ``id`` of each optimizer that has not stepped yet within this context."""
+    waited_for = {id(optimizer) for optimizer in optimizers}
+    handles = [
+        optimizer.register_step_post_hook(lambda stepped, *_: waited_for.discard(id(stepped)))
+        for optimizer in optimizers
+    ]
+    try:
+        yield waited_for
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _reusable(batch: Any) -> Snapshot:

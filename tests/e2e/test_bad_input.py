@@ -408,7 +408,7 @@ def sgd(module: Any) -> torch.optim.Optimizer:
         (
             lambda module: [sgd(module), sgd(module)],
             "Mine.configure_optimizers() returned 2 optimizers; automatic optimization steps 1. Return one, or set "
-            "self.automatic_optimization = False and step them in training_step: MemFit leaves such a run alone.",
+            "self.automatic_optimization = False and step them in training_step.",
         ),
         (
             lambda module: 3,
@@ -432,31 +432,6 @@ def test_an_error_of_the_users_own_passes_through_untouched(make_trainer: MakeTr
 
 
 # What is left alone, or works otherwise, and says so.
-
-
-def test_manual_optimization_is_left_alone_and_that_is_said(
-    make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Manual(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
-
-    plugin = MemFit(effective_batch_size=64, budget=1)
-    trainer = make_trainer(plugin)
-    trainer.fit(Manual(), DataLoader(data(), 16))
-    assert " ".join(capsys.readouterr().out.split()) == (
-        "MemFit leaves this run alone: manual optimization: training_step runs backward and steps by itself, and this "
-        "release plans automatic optimization only. Nothing is planned, proven or changed."
-    )
-    assert trainer.global_step == 4
-    assert plugin.plan is None and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("effective", "steps"), [(None, 5), (16, 3)])

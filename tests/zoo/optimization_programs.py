@@ -58,6 +58,53 @@ class ByHand(Classifier):
             optimizer.zero_grad()
 
 
+class Critic(Adversarial):
+    """The generator steps every third batch; parameters are toggled, gradients clipped, schedules stepped by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        make, judge = self.optimizers()
+        with judge.toggle_model():
+            made = self.blocks(batch[0].flip(-1)).detach()
+            judge.zero_grad()
+            self.manual_backward(self.judge(made).mean() - self.judge(batch[0]).mean())
+            self.clip_gradients(judge, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            judge.step()
+        if batch_idx % 3 == 2:
+            self.toggle_optimizer(make)
+            make.zero_grad()
+            self.manual_backward(-self.judge(self.blocks(batch[0].flip(-1))).mean())
+            make.step()
+            self.untoggle_optimizer(make)
+            for schedule in self.lr_schedulers():
+                schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [
+            torch.optim.SGD(self.blocks.parameters(), **SGD_MOMENTUM),
+            torch.optim.Adagrad(self.judge.parameters(), lr=0.01),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.9) for each in optimizers]
+
+
+class Closures(Classifier):
+    """Manual optimization in which the optimizer runs forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = super(Closures, self).training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
 class Groups(Classifier):
     """No weight decay on biases, and a learning rate per group that a schedule moves."""
 
@@ -163,8 +210,10 @@ def clipping(value: float, algorithm: str) -> Any:
 
 
 PROGRAMS = (
-    Program(name="two optimizers by hand", make=of(Adversarial), runs_alone="manual optimization"),
-    Program(name="one optimizer by hand", make=of(ByHand), runs_alone="manual optimization"),
+    Program(name="two optimizers by hand", make=of(Adversarial), not_sliced="manual optimization"),
+    Program(name="a critic that steps more often", make=of(Critic), not_sliced="manual optimization"),
+    Program(name="closures by hand", make=of(Closures), not_sliced="manual optimization"),
+    Program(name="one optimizer by hand", make=of(ByHand), not_sliced="manual optimization"),
     Program(name="parameter groups and OneCycleLR", make=of(Groups)),
     # Adam divides by the gradient's size, so that rounding moves weights whose gradient is nearly zero.
     Program(name="Adam with amsgrad", make=of(Amsgrad), not_quantised="amsgrad", sliced_within=1e-4),

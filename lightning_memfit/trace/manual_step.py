@@ -1,0 +1,259 @@
+"""Manual optimization: a ``training_step`` that runs backward and steps its optimizers itself, on fakes.
+
+Adapter for Lightning's private names (2.5 to 2.6): ``core.optimizer._init_optimizers_and_lr_schedulers``,
+``Strategy._lightning_optimizers`` and ``LightningOptimizer._strategy``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.plan import Phase
+from lightning_memfit.trace.converted_fakes import fakes_in
+from lightning_memfit.trace.fake_module import new_fake_mode
+from lightning_memfit.trace.faked_step import (
+    add_batch_residents,
+    add_module_residents,
+    check_known,
+    fake_batches,
+    faked_step,
+    names_of,
+    notes_of,
+)
+from lightning_memfit.trace.step_program import users_code
+from lightning_memfit.trace.tensors import tensors_in
+from lightning_memfit.trace.timeline import Timeline
+from lightning_memfit.trace.tracer import StepTracer
+from lightning_memfit.upstream import upstream_module
+
+MOST_BATCHES = 32
+"""Within so many batches every optimizer is expected to step once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManualProgram:
+    """What a step under manual optimization consists of."""
+
+    module: Any
+    """The LightningModule, attached to its Trainer."""
+    trainer: Any
+    """The Trainer; for the duration of a trace its strategy holds optimizers over fakes."""
+    step_context: Callable[[], AbstractContextManager[Any]]
+    """Context of ``training_step``, such as autocast."""
+    prepare_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer
+    """Gives an optimizer the states and the implementation that a candidate wants."""
+
+
+def trace_manual_steps(
+    program: ManualProgram,
+    batch: Any,
+    *,
+    resident_batches: int = 1,
+    waiting_batch: Any = None,
+    collect_signatures: bool = True,
+    floating: torch.dtype | None = None,
+) -> Timeline:
+    """Follow as many training steps as it takes for every optimizer to step, at least two, in the steady state.
+
+    Before, the same number of steps runs unrecorded: it creates the optimizers' states, and leaves gradients and
+    attributes as the user's code leaves them.
+
+    Args:
+        program: what the step consists of.
+        batch: one collated batch.
+        resident_batches: batches alive at the same time (2 where the loop prefetches one).
+        waiting_batch: one of the others, where it is not like ``batch``.
+        collect_signatures: keep the distinct operator calls for probing.
+        floating: the module and the batch have this floating dtype, whatever they have now.
+
+    Returns:
+        A timeline of several training steps; ``micro_steps`` says how many, and all of them are followed.
+
+    Raises:
+        TraceError: if the step needs values, or raises for another reason.
+    """
+    module = program.module
+    fakes = fakes_in(new_fake_mode(), floating)
+    tracer = StepTracer(names_of(module), collect_signatures=collect_signatures)
+    with faked_step(module, fakes, tracer), _FakeOptimizers(program, tracer) as optimizers:
+        with tracer.not_recording():
+            waiting = batch if waiting_batch is None else waiting_batch
+            batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
+            tracer.known.tell(fakes.pairs())
+            run = _training_step(program, batches[0])
+            count = 0
+            while count < 2 or (optimizers.waited_for and count < MOST_BATCHES):
+                run(count)
+                count += 1
+        add_module_residents(tracer, module)
+        parameters = list(module.parameters())
+        tracer.add_residents([each.grad for each in parameters if each.grad is not None], "gradients")
+        for optimizer in optimizers.made:
+            tracer.add_residents(tensors_in(dict(enumerate(optimizer.state.values()))), "optimizer_states")
+        add_batch_residents(tracer, batches)
+        tracer.phase = "forward"
+        with tracer.following_modules():
+            for index in range(count):
+                tracer.micro_step = index
+                run(index)
+        tracer.stop_following()
+        with _disable_current_modes():
+            return Timeline(
+                residents=tuple(tracer.residents),
+                events=tuple(tracer.events),
+                categories=dict(tracer.categories),
+                signatures=tuple(tracer.signatures),
+                num_parameters=sum(parameter.numel() for parameter in parameters),
+                num_operations=tracer.num_operations,
+                flops=tracer.flops,
+                recomputed_flops=tracer.recomputed_flops,
+                micro_steps=count,
+                followed_micro_steps=count,
+                calls=tuple(tracer.calls),
+                notes=(*notes_of(tracer), *_still_waiting(optimizers)),
+            )
+
+
+def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any]) -> list[Any]:
+    """What ``look`` finds out about each of the program's optimizers, made over fakes and thrown away.
+
+    Raises:
+        TraceError: if they cannot be made.
+    """
+    module = program.module
+    tracer = StepTracer(names_of(module), collect_signatures=False)
+    with faked_step(module, fakes_in(new_fake_mode(), None), tracer), tracer.not_recording():
+        optimizers, _ = _configured(program)
+        return [look(optimizer) for optimizer in optimizers]
+
+
+def _training_step(program: ManualProgram, batch: Any) -> Callable[[int], None]:
+    """Runs ``training_step`` as Lightning's loop does, with the index of the batch where it takes one."""
+    step = program.module.training_step
+    takes_index = len(inspect.signature(step).parameters) >= 2
+
+    def run(index: int) -> None:
+        with users_code(), program.step_context():
+            step(batch, index) if takes_index else step(batch)
+
+    return run
+
+
+def _configured(program: ManualProgram) -> tuple[list[Any], list[Any]]:
+    core = upstream_module(program.trainer, "core.optimizer")
+    if not hasattr(core, "_init_optimizers_and_lr_schedulers"):
+        raise UnsupportedError(
+            f"{core.__name__} has no _init_optimizers_and_lr_schedulers: this release of Lightning changed it. Use "
+            "Lightning 2.5 or 2.6, or set MEMFIT=off."
+        )
+    with users_code():
+        optimizers, schedulers = core._init_optimizers_and_lr_schedulers(program.module)
+    for optimizer in optimizers:
+        check_known(optimizer, list(program.module.parameters()))
+    return list(optimizers), list(schedulers)
+
+
+class _FakeOptimizers:
+    """Within this context the Trainer's strategy holds optimizers over fakes, and the tracer is told of phases.
+
+    ``self.optimizers()``, ``self.lr_schedulers()``, ``toggle_optimizer`` and ``clip_gradients`` then do what they do in
+    training. ``self.manual_backward`` and the optimizers' ``step`` go past strategy and precision plugin, whose hooks
+    would reach callbacks.
+
+    Attributes:
+        made: the optimizers, with their levers.
+        waited_for: those that have not stepped yet.
+    """
+
+    def __init__(self, program: ManualProgram, tracer: StepTracer) -> None:
+        self.made: list[Any] = []
+        self.waited_for: set[int] = set()
+        self._program = program
+        self._tracer = tracer
+        self._attributes: dict[str, Any] = {}
+
+    def __enter__(self) -> _FakeOptimizers:
+        program, strategy = self._program, self._program.trainer.strategy
+        with self._tracer.not_recording():
+            optimizers, schedulers = _configured(program)
+            self.made = [program.prepare_optimizer(optimizer) for optimizer in optimizers]
+        for old in optimizers:
+            old._opt_called = True  # schedulers of one that a lever replaced ask whether it has stepped
+        self.waited_for = {id(optimizer) for optimizer in self.made}
+        self._attributes = dict(vars(strategy))
+        strategy.optimizers = self.made
+        strategy.lr_scheduler_configs = schedulers
+        for wrapper in strategy._lightning_optimizers:
+            wrapper._strategy = self
+        for optimizer in self.made:
+            optimizer.register_step_pre_hook(self._stepping)
+            optimizer.register_step_post_hook(self._stepped)
+        vars(program.module)["manual_backward"] = self._backward  # undone with everything else of a faked step
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        attributes = vars(self._program.trainer.strategy)
+        attributes.clear()
+        attributes.update(self._attributes)
+
+    @property
+    def lightning_module(self) -> Any:
+        """As ``LightningOptimizer`` asks its strategy."""
+        return self._program.module
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """As ``LightningOptimizer`` asks its strategy: runs the closure within the step."""
+
+        def within_step() -> Any:
+            phase, self._tracer.phase = self._tracer.phase, "forward"
+            try:
+                return closure()
+            finally:
+                self._tracer.phase = phase
+
+        with users_code():
+            self._program.module.on_before_optimizer_step(optimizer)
+            return optimizer.step(closure=within_step, **kwargs)
+
+    def _backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        tracer = self._tracer
+        tracer.categorise_saved()
+        with _phase(tracer, "backward"):
+            self._program.module.backward(loss, *args, **kwargs)
+        grads = [each.grad for each in self._program.module.parameters() if each.grad is not None]
+        tracer.categorise(grads, "gradients")
+
+    def _stepping(self, optimizer: Any, *_: Any) -> None:
+        self.waited_for.discard(id(optimizer))
+        self._tracer.phase = "optimizer_step"
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self._tracer.categorise(tensors_in(dict(enumerate(optimizer.state.values()))), "optimizer_states")
+        self._tracer.phase = "forward"
+
+
+@contextmanager
+def _phase(tracer: StepTracer, phase: Phase) -> Iterator[None]:
+    before, tracer.phase = tracer.phase, phase
+    try:
+        yield
+    finally:
+        tracer.phase = before
+
+
+def _still_waiting(optimizers: _FakeOptimizers) -> Sequence[str]:
+    waiting = [type(each).__qualname__ for each in optimizers.made if id(each) in optimizers.waited_for]
+    if not waiting:
+        return ()
+    return (
+        f"{', '.join(waiting)} did not step within {MOST_BATCHES} batches, so that its states are not in the forecast",
+    )

@@ -1,0 +1,202 @@
+"""Manual optimization in real fits: every lever but slicing, for several optimizers, proven and without a trace.
+
+Run: ``pytest tests/e2e/test_manual_optimization.py``. Weights and peaks of such programs are in ``tests/zoo``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memfit import ConfigurationError, MemFit
+from lightning_memfit.trace.manual_step import MOST_BATCHES
+
+MakeTrainer = Callable[..., Any]
+
+pytestmark = [pytest.mark.usefixtures("no_probing")]
+
+WIDTH = 128
+
+
+class Adversarial(lightning.LightningModule):
+    """A generator of blocks that steps every third batch, and a judge that steps in each."""
+
+    def __init__(self, judged_by: Any = torch.optim.AdamW) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+        self.judge = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.judged_by = judged_by
+        self.indices: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.indices.append(batch_idx)
+        make, judge = self.optimizers()
+        judge.zero_grad()
+        self.manual_backward(self.judge(self.blocks(batch[0]).detach()).mean() - self.judge(batch[0]).mean())
+        judge.step()
+        if batch_idx % 3 == 2:
+            make.zero_grad()
+            self.manual_backward(-self.judge(self.blocks(batch[0])).mean())
+            make.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.blocks.parameters(), lr=1e-3), self.judged_by(self.judge.parameters(), lr=1e-3)
+
+
+def loader(batch_size: int = 16) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(96, WIDTH, generator=generator)), batch_size)
+
+
+def weights_of(module: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def largest_difference(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+    return max((one[name] - two[name]).abs().max().item() for name in two)
+
+
+@pytest.mark.parametrize("asked", [8, 32])
+def test_another_effective_batch_than_the_loaders_is_refused(asked: int, make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(MemFit(effective_batch_size=asked)).fit(Adversarial(), loader())
+    assert str(caught.value) == (
+        f"effective_batch_size={asked}, and the loader's batches have 16 samples: under manual optimization "
+        "training_step itself decides when its optimizers step, so that MemFit neither accumulates batches nor changes "
+        f"their size. Set the loader's batch_size to {asked}, or leave effective_batch_size out."
+    )
+
+
+def test_the_loaders_own_effective_batch_is_planned_and_why_it_is_not_divided_is_said(
+    make_trainer: MakeTrainer,
+) -> None:
+    plugin, module = MemFit(effective_batch_size=16, verbose=False), Adversarial()
+    make_trainer(plugin, max_epochs=1).fit(module, loader())
+    assert plugin.plan is not None and plugin.measured is not None
+    reasons = {choice.lever: choice for choice in plugin.plan.choices}
+    assert reasons["micro_batch_size"].reason == (
+        "not sliced: manual optimization: training_step runs backward and steps itself"
+    )
+    assert reasons["zero_gradients_early"].value == "as in training_step"
+    assert plugin.plan.notes[0] == (
+        "manual optimization: 3 batches were followed one after the other, in which every optimizer steps; seconds and "
+        "FLOPs are those of one batch, on average"
+    )
+    # The warm-up ran batches 0 to 2 as often as it liked, and the run saw none of it.
+    assert module.indices == [0, 1, 2, 3, 4, 5]
+
+
+def test_where_states_do_not_fit_those_of_both_optimizers_are_quantised(make_trainer: MakeTrainer) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = {"precision": "32-true", "activation_checkpointing": "none", "verbose": False}
+    free = MemFit(**settings)
+    make_trainer(free, max_epochs=1).fit(Adversarial(), loader())
+    assert free.measured is not None
+    tight = MemFit(budget=free.measured.measured_peak_allocated_bytes - 200_000, **settings)
+    trainer = make_trainer(tight, max_epochs=1)
+    trainer.fit(Adversarial(), loader())
+    assert tight.plan is not None and tight.measured is not None and tight.measured.optimizer_states is not None
+    assert [type(optimizer).__name__ for optimizer in trainer.optimizers] == ["AdamW8bit", "AdamW8bit"]
+    # Five matrices of 16,384 elements; four biases of 128 and the judge's three small tensors of 128, 128 and 1.
+    assert tight.measured.optimizer_states.quantised_parameters == 5 * 16_384
+    assert tight.measured.optimizer_states.kept_parameters == 6 * 128 + 1
+    assert tight.measured.measured_peak_allocated_bytes <= tight.plan.budget.budget_bytes
+
+
+def test_one_of_two_optimizers_that_cannot_be_quantised_is_named_and_left(make_trainer: MakeTrainer) -> None:
+    pytest.importorskip("bitsandbytes")
+    plugin = MemFit(optimizer_states="8bit", verbose=False)
+    trainer = make_trainer(plugin, max_epochs=1)
+    trainer.fit(Adversarial(judged_by=torch.optim.Adagrad), loader())
+    assert [type(optimizer).__name__ for optimizer in trainer.optimizers] == ["AdamW8bit", "Adagrad"]
+    assert plugin.plan is not None and plugin.measured is not None and plugin.measured.optimizer_states is not None
+    (reason,) = (choice.reason for choice in plugin.plan.choices if choice.lever == "optimizer_states")
+    assert reason.endswith(
+        "left as configured: torch.optim.Adagrad cannot be quantised: no 8-bit form is known to follow its update rule"
+    )
+    assert plugin.measured.optimizer_states.quantised_parameters == 4 * 16_384
+
+
+def test_optimizers_none_of_which_can_be_quantised_are_refused_by_name(make_trainer: MakeTrainer) -> None:
+    class Neither(Adversarial):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adagrad(self.blocks.parameters()), torch.optim.ASGD(self.judge.parameters())
+
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.Adagrad cannot.*torch\.optim\.ASGD cannot"):
+        make_trainer(MemFit(optimizer_states="8bit")).fit(Neither(), loader())
+
+
+@pytest.mark.parametrize(("writes", "reads"), [("8bit", "8bit"), ("as-configured", "8bit"), ("8bit", "as-configured")])
+def test_checkpoints_of_both_optimizers_resume_in_either_format(
+    writes: str, reads: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+
+    def plugin(states: str) -> MemFit:
+        return MemFit(optimizer_states=states, precision="32-true", verbose=False)
+
+    first = make_trainer(plugin(writes), max_epochs=1)
+    first.fit(Adversarial(), loader())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    whole, module = Adversarial(), Adversarial()
+    make_trainer(plugin(reads), max_epochs=2).fit(whole, loader())
+    resumed = make_trainer(plugin(reads), max_epochs=2)
+    resumed.fit(module, loader(), ckpt_path=tmp_path / "first.ckpt")
+    assert resumed.global_step == 2 * (6 + 2)
+    largest = largest_difference(weights_of(module), weights_of(whole))
+    assert largest == 0.0 if writes == reads else 0.0 < largest < 0.005
+
+
+def test_an_implementation_of_two_optimizers_is_saved_as_configured(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="during")
+    plugin = MemFit(optimizer_implementation="fused", precision="32-true", verbose=False)
+    trainer = make_trainer(plugin, max_epochs=1, enable_checkpointing=True, callbacks=[saving])
+    fused: list[Any] = []
+
+    class Watching(Adversarial):
+        def on_train_batch_end(self, *_: Any) -> None:
+            fused.append([optimizer.param_groups[0]["fused"] for optimizer in self.trainer.optimizers])
+
+    trainer.fit(Watching(), loader())
+    assert fused[-1] == [True, True]
+    saved = torch.load(tmp_path / "during.ckpt", weights_only=True)
+    assert [state["param_groups"][0]["fused"] for state in saved["optimizer_states"]] == [None, None]
+    assert [optimizer.param_groups[0]["fused"] for optimizer in trainer.optimizers] == [None, None]
+
+
+def test_an_optimizer_that_does_not_step_makes_the_proof_none_and_that_is_said(make_trainer: MakeTrainer) -> None:
+    class Lazy(Adversarial):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            _, judge = self.optimizers()
+            judge.zero_grad()
+            self.manual_backward(self.judge(batch[0]).mean())
+            judge.step()
+
+    plugin = MemFit(verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(Lazy(), loader())
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.measured.profiled_steps == 0
+    assert any(f"did not step within {MOST_BATCHES} batches" in note for note in plugin.plan.notes)
+    assert any(note.startswith("NOT PROVEN") for note in plugin.plan.notes)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_gives_what_lightning_alone_gives(precision: str, make_trainer: MakeTrainer) -> None:
+    ours, theirs = Adversarial(), Adversarial()
+    plugin = MemFit(precision=precision, optimizer_implementation="as-configured", verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(ours, loader())
+    scaler = torch.amp.GradScaler("cpu") if precision == "16-mixed" else None
+    lightnings = MixedPrecision(precision, "cpu", scaler=scaler)
+    make_trainer(lightnings, max_epochs=1).fit(theirs, loader())
+    assert largest_difference(weights_of(ours), weights_of(theirs)) == 0.0
