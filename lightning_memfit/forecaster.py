@@ -29,6 +29,7 @@ from lightning_memfit.predict.optimizer_step import OptimizerStepCost, optimizer
 from lightning_memfit.predict.variants import Variant
 from lightning_memfit.recorded_steps import Divide, GivenBatch, RecordedSteps
 from lightning_memfit.search.checkpointing import find_repeated_blocks
+from lightning_memfit.trace.closure_step import trace_closure_step
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
 from lightning_memfit.trace.optimizer_step import look_at_optimizer, trace_optimizer_step
 from lightning_memfit.trace.small_steps import PeakLine, measure_small_steps
@@ -126,6 +127,8 @@ class Forecaster:
         """
         if self.untraceable is not None:
             return self._measured_small(candidate)
+        if self._needs_closure:
+            return self(candidate)
         try:
             return self._derived(candidate)
         except NotDerivableError as error:
@@ -141,6 +144,13 @@ class Forecaster:
             TraceError: if it cannot be made.
         """
         return self._seen_of_the_optimizer[0]
+
+    @property
+    def _needs_closure(self) -> bool:
+        try:
+            return self.facts.needs_closure
+        except TraceError:
+            return False
 
     @property
     def optimizer_words(self) -> str | None:
@@ -192,7 +202,30 @@ class Forecaster:
             self._timelines[key] = with_optimizer_step(window, step.timeline)
         return self._timelines[key]
 
+    def _traced_with_closure(self, candidate: Candidate) -> Forecast:
+        """The step of an optimizer that runs forward and backward itself; how often, and so how long, is not known."""
+        split = candidate.split
+        with faked_quantisation(), checkpointed(self._program.module, candidate.checkpointed_modules):
+            timeline = trace_closure_step(
+                self._slices_of(candidate),
+                self._given.batch,
+                divide=lambda batch: self._given.slices(batch, split),
+                zero_gradients_early=candidate.zero_gradients_early,
+                resident_batches=self._given.resident_batches,
+                waiting_batch=self._given.waiting_batch,
+                collect_signatures=self._prober is not None,
+                floating=floating_dtype(candidate),
+            )
+        probes = self._probe(timeline.signatures)
+        return Forecast(
+            candidate=candidate,
+            memory=predict_memory(timeline, probes.results).beside(self.callback_bytes),
+            notes=(*timeline.notes, *probes.notes),
+        )
+
     def _traced(self, candidate: Candidate) -> Forecast:
+        if self._needs_closure:
+            return self._traced_with_closure(candidate)
         timeline = self.timeline(candidate)
         probes = self._probe(timeline.signatures)
         memory = predict_memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)

@@ -27,6 +27,7 @@ from lightning_memfit.apply.quantised_states import quantisation_obstacle, quant
 from lightning_memfit.apply.update_rules import public_name
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import Candidate, OptimizerImplementation, OptimizerStates
+from lightning_memfit.trace.closure_step import needs_closure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class OptimizerFacts:
     """Why its states cannot be quantised, in words with its name; ``None`` if they can."""
     left_as_configured: str | None = None
     """Which of several optimizers would keep their states, and why, where others' can be quantised; else ``None``."""
+    needs_closure: bool = False
+    """Whether its step runs forward and backward itself."""
     unscales_by_itself: bool = False
     """Whether it takes scaled gradients, as with ``fused=True``: Lightning refuses to clip those in mixed precision."""
 
@@ -51,6 +54,7 @@ def optimizer_facts(optimizer: Optimizer, module: nn.Module) -> OptimizerFacts:
         name=public_name(type(optimizer)),
         implementations=_implementations(optimizer, module),
         quantisation_obstacle=quantisation_obstacle(optimizer, module),
+        needs_closure=needs_closure(optimizer),
         unscales_by_itself=bool(getattr(optimizer, "_step_supports_amp_scaling", False)),
     )
 

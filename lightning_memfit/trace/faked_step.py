@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import TraceError
@@ -23,7 +24,7 @@ from lightning_memfit.trace.cpu_rules import real_cpu_behaviour
 from lightning_memfit.trace.fake_module import FakeTensors, faked
 from lightning_memfit.trace.step_program import StepProgram, users_code
 from lightning_memfit.trace.tensors import tensors_in
-from lightning_memfit.trace.timeline import GradientLayout
+from lightning_memfit.trace.timeline import GradientLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
 
 
@@ -142,6 +143,13 @@ def add_module_residents(tracer: StepTracer, module: nn.Module) -> None:
     tracer.add_residents(_loose_tensors(module), "buffers")
 
 
+def add_step_residents(tracer: StepTracer, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Register gradients and optimizer states as there before the step."""
+    tracer.add_residents([each.grad for each in parameters if each.grad is not None], "gradients")
+    for optimizer in optimizers:
+        tracer.add_residents(tensors_in(dict(enumerate(optimizer.state.values()))), "optimizer_states")
+
+
 def add_batch_residents(tracer: StepTracer, batches: Iterable[Any]) -> None:
     """Register the batches as there before the step."""
     for batch in batches:
@@ -156,6 +164,24 @@ def layouts_of(parameters: Iterable[nn.Parameter]) -> tuple[GradientLayout | Non
 def _layout(gradient: torch.Tensor) -> GradientLayout:
     dtype = str(gradient.dtype).removeprefix("torch.")
     return GradientLayout(dtype, tuple(gradient.size()), tuple(gradient.stride()))
+
+
+def timeline_of(tracer: StepTracer, parameters: Sequence[nn.Parameter], **facts: Any) -> Timeline:
+    """What a tracer recorded; further facts of the timeline replace those of one slice, ``notes`` are added."""
+    notes = (*notes_of(tracer), *facts.pop("notes", ()))
+    with _disable_current_modes():
+        whole: dict[str, Any] = {
+            "residents": tuple(tracer.residents),
+            "events": tuple(tracer.events),
+            "categories": dict(tracer.categories),
+            "signatures": tuple(tracer.signatures),
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "num_operations": tracer.num_operations,
+            "flops": tracer.flops,
+            "recomputed_flops": tracer.recomputed_flops,
+            "calls": tuple(tracer.calls),
+        }
+        return Timeline(**whole | facts, notes=notes)
 
 
 def notes_of(tracer: StepTracer) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import Phase
@@ -23,11 +22,12 @@ from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
     add_batch_residents,
     add_module_residents,
+    add_step_residents,
     check_known,
     fake_batches,
     faked_step,
     names_of,
-    notes_of,
+    timeline_of,
 )
 from lightning_memfit.trace.step_program import users_code
 from lightning_memfit.trace.tensors import tensors_in
@@ -96,9 +96,7 @@ def trace_manual_steps(
                 count += 1
         add_module_residents(tracer, module)
         parameters = list(module.parameters())
-        tracer.add_residents([each.grad for each in parameters if each.grad is not None], "gradients")
-        for optimizer in optimizers.made:
-            tracer.add_residents(tensors_in(dict(enumerate(optimizer.state.values()))), "optimizer_states")
+        add_step_residents(tracer, parameters, optimizers.made)
         add_batch_residents(tracer, batches)
         tracer.phase = "forward"
         with tracer.following_modules():
@@ -106,21 +104,9 @@ def trace_manual_steps(
                 tracer.micro_step = index
                 run(index)
         tracer.stop_following()
-        with _disable_current_modes():
-            return Timeline(
-                residents=tuple(tracer.residents),
-                events=tuple(tracer.events),
-                categories=dict(tracer.categories),
-                signatures=tuple(tracer.signatures),
-                num_parameters=sum(parameter.numel() for parameter in parameters),
-                num_operations=tracer.num_operations,
-                flops=tracer.flops,
-                recomputed_flops=tracer.recomputed_flops,
-                micro_steps=count,
-                followed_micro_steps=count,
-                calls=tuple(tracer.calls),
-                notes=(*notes_of(tracer), *_still_waiting(optimizers)),
-            )
+        return timeline_of(
+            tracer, parameters, micro_steps=count, followed_micro_steps=count, notes=_still_waiting(optimizers)
+        )
 
 
 def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any]) -> list[Any]:

@@ -8,13 +8,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode
-from lightning_memfit.trace.faked_step import faked_step, make_optimizer, names_of, notes_of
+from lightning_memfit.trace.faked_step import add_step_residents, faked_step, make_optimizer, names_of, timeline_of
 from lightning_memfit.trace.step_program import StepProgram, users_code
-from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import GradientLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
 
@@ -53,23 +51,11 @@ def trace_optimizer_step(
             with users_code():
                 optimizer.step()
         tracer.add_residents(parameters, "parameters")
-        tracer.add_residents([p.grad for p in parameters if p.grad is not None], "gradients")
-        tracer.add_residents(tensors_in(dict(enumerate(optimizer.state.values()))), "optimizer_states")
+        add_step_residents(tracer, parameters, [optimizer])
         with users_code():
             optimizer.step()
         tracer.stop_following()
-        with _disable_current_modes():
-            return Timeline(
-                residents=tuple(tracer.residents),
-                events=tuple(tracer.events),
-                categories=dict(tracer.categories),
-                signatures=tuple(tracer.signatures),
-                num_parameters=sum(parameter.numel() for parameter in parameters),
-                num_operations=tracer.num_operations,
-                flops=tracer.flops,
-                recomputed_flops=0,
-                notes=notes_of(tracer),
-            )
+        return timeline_of(tracer, parameters)
 
 
 def _give_gradients(parameters: Sequence[nn.Parameter], layouts: Sequence[GradientLayout | None] | None) -> None:

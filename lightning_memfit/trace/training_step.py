@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.trace.converted_fakes import fakes_in
@@ -20,7 +19,7 @@ from lightning_memfit.trace.faked_step import (
     layouts_of,
     make_optimizer,
     names_of,
-    notes_of,
+    timeline_of,
 )
 from lightning_memfit.trace.step_program import (
     LossFunction,
@@ -126,7 +125,7 @@ def _traced(
         owned[id(parameter)] = {resident.storage for resident in tracer.residents[before:end]}
     add_batch_residents(tracer, [*batches, *slices])
 
-    traced = _representative(slices, micro_steps)
+    traced = representative(slices, micro_steps)
     with tracer.following_modules():
         observer = TracingObserver(tracer, parameters)
         left_out = max(0, len(slices) - len(traced))
@@ -135,25 +134,20 @@ def _traced(
     unused = set().union(*(owned[id(p)] for p in parameters if p.grad is None)) if parameters else set()
     # Work grows with the elements of the slices; those left out may be smaller than those followed.
     whole, followed = micro_steps // len(slices) * _elements(slices), max(1, _elements(traced))
-    with _disable_current_modes():
-        return Timeline(
-            residents=tuple(resident for resident in tracer.residents if resident.storage not in unused),
-            events=tuple(tracer.events),
-            categories=dict(tracer.categories),
-            signatures=tuple(tracer.signatures),
-            num_parameters=sum(parameter.numel() for parameter in parameters),
-            num_operations=tracer.num_operations,
-            flops=tracer.flops * whole // followed,
-            recomputed_flops=tracer.recomputed_flops * whole // followed,
-            micro_steps=micro_steps,
-            followed_micro_steps=len(traced),
-            calls=tuple(tracer.calls),
-            gradients=layouts_of(parameters),
-            notes=notes_of(tracer),
-        )
+    return timeline_of(
+        tracer,
+        parameters,
+        residents=tuple(resident for resident in tracer.residents if resident.storage not in unused),
+        flops=tracer.flops * whole // followed,
+        recomputed_flops=tracer.recomputed_flops * whole // followed,
+        micro_steps=micro_steps,
+        followed_micro_steps=len(traced),
+        gradients=layouts_of(parameters),
+    )
 
 
-def _representative(slices: Sequence[Any], micro_steps: int) -> list[Any]:
+def representative(slices: Sequence[Any], micro_steps: int) -> list[Any]:
+    """The slices that are followed: one, or two where there are more in the window."""
     # The first slice meets no gradients of this window, the second accumulates on them; all others repeat the second.
     # With accumulation over several batches the next batch's first slice, the largest, accumulates too.
     if micro_steps == 1:

@@ -23,6 +23,7 @@ import torch
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.observe.callbacks import callback_bytes
+from lightning_memfit.observe.grown_states import let_states_grow
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
@@ -58,7 +59,8 @@ def run_warmup(
     check runs. Every Lightning batch of a window is ``batch``. The module's own hooks run as in training, since its
     ``training_step`` may rely on them: ``on_train_start``, ``on_train_epoch_start``, those of each batch, and the same
     for validation; no end-of-epoch hooks, no learning-rate scheduler steps. Callbacks, loggers and Lightning's profiler
-    do not take part. Also after an error everything is put back, and the error passes through.
+    do not take part. Optimizer states that grow for many steps are grown after the first one. Also after an error,
+    everything is put back, and the error passes through.
 
     Args:
         trainer: the user's Trainer, fitting, with optimizers made.
@@ -212,6 +214,8 @@ class _WarmUp:
             scales = [scaler.get_scale() for scaler in _scalers(self.trainer)]
             self._optimizer_step(batch, untouched)
             skipped = any(scaler.get_scale() < old for scaler, old in zip(_scalers(self.trainer), scales, strict=True))
+            for optimizer in self.trainer.optimizers:
+                let_states_grow(optimizer)
             steps_left -= not skipped
             if not steps_left:
                 break

@@ -105,6 +105,20 @@ class Closures(Classifier):
         optimizer.step(closure=closure)
 
 
+class Newtonian(Classifier):
+    """An optimizer that runs forward and backward itself, several times per step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, history_size=3)
+
+
+class Searching(Newtonian):
+    """The same with a line search."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, history_size=3, line_search_fn="strong_wolfe")
+
+
 class Groups(Classifier):
     """No weight decay on biases, and a learning rate per group that a schedule moves."""
 
@@ -214,6 +228,16 @@ PROGRAMS = (
     Program(name="a critic that steps more often", make=of(Critic), not_sliced="manual optimization"),
     Program(name="closures by hand", make=of(Closures), not_sliced="manual optimization"),
     Program(name="one optimizer by hand", make=of(ByHand), not_sliced="manual optimization"),
+    # It divides by differences of gradients, which amplifies rounding: in float64 it is below 1e-9
+    # (tests/apply/test_micro_batches.py). How many vectors a line search holds depends on values; at most is forecast.
+    Program(name="LBFGS", make=of(Newtonian), not_quantised="LBFGS", sliced_within=1e-3),
+    Program(
+        name="LBFGS with a line search",
+        make=of(Searching),
+        not_quantised="LBFGS",
+        sliced_within=1e-4,
+        forecast_above=0.17,
+    ),
     Program(name="parameter groups and OneCycleLR", make=of(Groups)),
     # Adam divides by the gradient's size, so that rounding moves weights whose gradient is nearly zero.
     Program(name="Adam with amsgrad", make=of(Amsgrad), not_quantised="amsgrad", sliced_within=1e-4),

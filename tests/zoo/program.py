@@ -48,5 +48,7 @@ class Program:
     """Largest relative difference of final weights, sliced from plain; above 1e-5 the reason stands beside it."""
     traceable: bool = True
     """Whether the step can be traced; otherwise the peak is a line through two small real steps."""
+    forecast_above: float = 0.005
+    """Largest share of the measured peak by which the forecast may exceed it; above 0.005 the reason stands there."""
     runs_alone: str | None = None
     """Why MemFit leaves the run alone, a part of what it says; ``None`` if it does not."""

@@ -193,7 +193,10 @@ def test_the_peak_is_predicted(name: str, tmp_path: Path) -> None:
     assert measured is not None
     assert (plan.forecast.method == "traced") == program.traceable
     error = plan.forecast.memory.peak_allocated_bytes / measured.measured_peak_allocated_bytes - 1
-    assert abs(error) <= (0.005 if program.traceable else 0.03)
+    if program.traceable:
+        assert -0.005 <= error <= program.forecast_above
+    else:
+        assert abs(error) <= 0.03
 
 
 @pytest.mark.parametrize("name", ["EMA of the weights", "SWA"])
