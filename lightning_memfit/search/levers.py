@@ -67,6 +67,12 @@ class SearchSpace:
     """Why only one slice is allowed, if it is; or why the number is fixed."""
     states_reason: str | None = None
     """Why the states may not be quantised, if they may not."""
+    checkpointing_reason: str | None = None
+    """Why nothing may be recomputed, if a warm-up showed that it may not."""
+
+    def without_recomputation(self, reason: str) -> SearchSpace:
+        """The same space with nothing recomputed."""
+        return replace(self, checkpointing=(CheckpointingOption(kind="none"),), checkpointing_reason=reason)
 
     def settings(self, tier: int) -> Iterator[Setting]:
         """The settings of one harm tier; of equal ones, those that recompute least come first."""
