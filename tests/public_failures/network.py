@@ -75,10 +75,11 @@ def quiet(**settings: Any) -> MemFit:
     return MemFit(verbose=False, **{**AS_IT_IS, **settings})
 
 
-def predicted_peak(module: Network, size: int = 64) -> int:
-    """The predicted peak of a step with an undivided batch as it is, with room for the few bytes that probing adds."""
+def predicted_peak(module: Network, size: int = 64, checkpoint: Any = "none") -> int:
+    """The predicted peak of a step with an undivided batch, with room for the few bytes that probing adds."""
     batch = [part.clone() for part in samples(size)[:]]
-    return forecast(module, batch, probe_operators=False).peak_allocated_bytes + 1024
+    memory = forecast(module, batch, activation_checkpointing=checkpoint, probe_operators=False)
+    return memory.peak_allocated_bytes + 1024
 
 
 def weights(module: nn.Module) -> list[Tensor]:
