@@ -363,7 +363,10 @@ def test_modules_that_the_user_asks_to_recompute_and_cannot_be_are_named(make_tr
 
 @pytest.mark.usefixtures("routes_change")
 def test_a_plan_that_only_recomputing_would_make_fit_says_why_it_cannot(make_trainer: MakeTrainer) -> None:
-    """pytorch/torchtitan#1117."""
+    """pytorch/torchtitan#1117.
+
+    Reported in Lightning-AI/pytorch-lightning#19267.
+    """
     budget = predicted_peak(Network(Router), checkpoint="blocks")
     assert budget < predicted_peak(Network(Router))
     plugin = quiet(activation_checkpointing="auto", budget=budget, micro_batch_size=64)

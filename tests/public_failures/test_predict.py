@@ -27,7 +27,10 @@ MakeTrainer = Callable[..., Any]
 
 
 def test_the_breakdown_shows_what_an_optimizer_adds() -> None:
-    """keras-team/keras-hub#1628: why AdamW does not fit where SGD does."""
+    """keras-team/keras-hub#1628: why AdamW does not fit where SGD does.
+
+    Reported in MIC-DKFZ/nnUNet#173, MIC-DKFZ/nnUNet#1152.
+    """
     layer, batch = nn.Linear(512, 256), torch.zeros(8, 512)
     parameters = 512 * 256 + 256
 
@@ -96,21 +99,9 @@ class Looks(Network):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self.drop(self.blocks[0](batch[0]))
         if is_real(out):
-            SEEN.append(
-                (
-                    self.training,
-                    torch.is_grad_enabled(),
-                    torch.is_autocast_enabled("cpu"),
-                    out.dtype,
-                    len(batch[0]),
-                    [hook is not None for hook in (out.grad_fn,)],
-                    torch.equal(batch[0], FIRST[0][: len(batch[0])]),
-                )
-            )
+            modes = self.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+            SEEN.append((*modes, out.dtype, torch.equal(batch[0], samples(64)[:][0])))
         return super().training_step(batch, batch_idx)
-
-
-FIRST = samples(64)[:]
 
 
 def test_the_proof_runs_the_step_that_training_runs(make_trainer: MakeTrainer) -> None:
@@ -120,16 +111,7 @@ def test_the_proof_runs_the_step_that_training_runs(make_trainer: MakeTrainer) -
     make_trainer(plugin).fit(Looks(), loader(64, 64))
     assert plugin.measured is not None and plugin.measured.profiled_steps == 2
     assert len(SEEN) >= 4, "two profiled steps, one that is timed, one of training"
-    assert [SEEN[-1]] * len(SEEN) == SEEN
-    assert SEEN[-1] == (
-        True,
-        True,
-        True,
-        torch.float32 if SEEN[-1][3] == torch.float32 else torch.bfloat16,
-        64,
-        [True],
-        True,
-    )
+    assert [(True, True, True, torch.bfloat16, True)] * len(SEEN) == SEEN
 
 
 class Sentences(Dataset[Any]):
@@ -182,6 +164,9 @@ def test_bytes_per_sample_are_never_carried_beyond_the_sizes_without_a_trial(mak
     # 64 x 64 x 64 differences of 4 bytes are 1 MiB, which two and four samples do not show.
     assert plugin.plan.forecast.memory.peak_allocated_bytes < 2**20 < plugin.measured.measured_peak_allocated_bytes
     assert plugin.plan.forecast.predicted_peak_bytes == plugin.measured.measured_peak_allocated_bytes
-    refused = quiet(budget=plugin.measured.measured_peak_allocated_bytes - 1)
-    with pytest.raises(lightning_memfit.NoFeasiblePlanError, match=r"\(measured, allocated\)"):
-        make_trainer(refused).fit(Quadratic(), loader(64, 64))
+    below = plugin.measured.measured_peak_allocated_bytes - 1
+    smaller = quiet(budget=below)
+    make_trainer(smaller).fit(Quadratic(), loader(64, 64))
+    assert smaller.plan is not None and smaller.measured is not None
+    assert smaller.plan.passed_over[0].reason.endswith(" over the budget")
+    assert smaller.measured.measured_peak_allocated_bytes <= below

@@ -71,7 +71,10 @@ def test_a_first_size_that_does_not_fit_leads_to_a_smaller_one(most: int, make_t
 
 
 def test_sizes_that_were_not_tried_are_named_where_every_trial_fails(make_trainer: MakeTrainer) -> None:
-    """Lightning-AI/pytorch-lightning#3103."""
+    """Lightning-AI/pytorch-lightning#3103.
+
+    Reported in Lightning-AI/pytorch-lightning#11299.
+    """
     plugin = quiet(budget=predicted_peak(Network()))
     with pytest.raises(NoFeasiblePlanError) as caught:
         make_trainer(plugin).fit(Limited(4), loader())  # four samples are compared with two and two
@@ -260,7 +263,10 @@ class GrowsInItsSecondStep(torch.optim.SGD):
 
 
 def test_what_only_a_second_step_allocates_is_measured(make_trainer: MakeTrainer) -> None:
-    """NVIDIA/Megatron-LM#640: the first effective batch fits, the second runs out of memory."""
+    """NVIDIA/Megatron-LM#640: the first effective batch fits, the second runs out of memory.
+
+    Reported in verl-project/verl#1349.
+    """
 
     class Late(Network):
         def configure_optimizers(self) -> Any:

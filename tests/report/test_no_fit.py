@@ -71,6 +71,7 @@ def with_memory(**changes: Any) -> Forecast:
 
 def test_the_whole_message() -> None:
     # missing: 130 - 100; floor 20 + 10 + 40 = 70 is below the budget; of the samples 50 + 8 + 2 = 60
+    """Reported in jax-ml/jax#13428."""
     request = PlanRequest(budget=100 * MIB, precision="32-true")
     assert message(request=request).splitlines() == [
         "No plan fits the budget of 100.0 MiB: the smallest one found needs 130.0 MiB (predicted, allocated), "
