@@ -198,3 +198,8 @@ def test_many_reasons_are_counted() -> None:
     assert "reason 2" in text
     assert "reason 3" not in text
     assert "  - and 2 more reasons" in text
+
+
+def test_why_nothing_may_be_recomputed_is_said() -> None:
+    text = message(checkpointing_reason="not recomputed: a module that was recomputed gave something else")
+    assert "\nNot recomputed: a module that was recomputed gave something else.\nWhat would help:" in text
