@@ -107,6 +107,13 @@ _OUT_OF_MEMORY_TEXTS = (
     "defaultcpuallocator: not enough memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_alloc_failed",
+    "cufft_alloc_failed",
+    "curand_status_allocation_failed",
+    "result_error_out_of_device_memory",
+    "result_error_out_of_host_memory",
+    "out_of_resources",
     "invalid buffer size",
     "could not create a primitive",
     "could not create a memory",
@@ -117,8 +124,9 @@ _OUT_OF_MEMORY_TEXTS = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, on a device or on the host.
 
-    Texts as raised by torch's CPU allocator (``c10/core/impl/alloc_cpu.cpp``), by CUDA's libraries, and by oneDNN where
-    it finds no memory for the code or the scratch of an operator. oneDNN says the same of an operator that it does not
+    Texts as raised by torch's CPU allocator (``c10/core/impl/alloc_cpu.cpp``), by CUDA's libraries, by the runtimes of
+    XPUs (``UR_``, ``ZE_`` and ``PI_`` codes), and by oneDNN where it finds no memory for the code or the scratch of an
+    operator. oneDNN says the same of an operator that it does not
     have, which torch does not ask it for.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

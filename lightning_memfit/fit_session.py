@@ -126,7 +126,7 @@ class FitSession:
         """Run the warm-up, of other plans too where the first does not stand; the plan that stands is in force.
 
         Args:
-            report: told of every further plan, and of the measurement that made it necessary.
+            report: told of every further plan, and in words of what the warm-up found that made it necessary.
             announce: is told what is being done.
 
         Raises:

@@ -54,6 +54,7 @@ class Planning:
         self.was_taken_over = False
         self._deadline = deadline
         self._slices_compared = False
+        self._recomputation_obstacle: str | None = None
         with _planned_lengths(prepared):
             self.prepared = prepared.of_the_more_demanding_batch()
             self._fingerprint = dict(self.prepared.fingerprint())
@@ -111,6 +112,15 @@ class Planning:
             note = f"the checkpoint's plan is not used again: {'; '.join(reasons)}"
         self._notes += (note,) if note else ()
         return None
+
+    def rule_out_recomputation(self, reason: str) -> None:
+        """Recompute nothing in the searches that follow.
+
+        Args:
+            reason: why, in words that begin with ``"not recomputed: "``.
+        """
+        self._recomputation_obstacle = reason
+        self.space = self.space.without_recomputation(reason)
 
     def is_out_of_time(self) -> bool:
         """Whether planning has used its time."""
@@ -187,7 +197,9 @@ class Planning:
 
     def _space_given(self, obstacle: str | None) -> SearchSpace:
         with _planned_lengths(self.prepared):
-            return self.prepared.space(obstacle)
+            space = self.prepared.space(obstacle)
+        ruled_out = self._recomputation_obstacle
+        return space if ruled_out is None else space.without_recomputation(ruled_out)
 
     def _forecast(self, candidate: Candidate) -> Forecast:
         self.announce(f"forecasting: {candidate.label}")

@@ -287,10 +287,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         except Exception as error:  # libraries of remote folders raise errors of their own; training needs none of them
             self._say(f"plan.yaml was not written to {folder}: {error}. The run goes on.")
 
-    def _report_replanned(self, plan: Plan, measured: Measurement | None) -> None:
+    def _report_replanned(self, plan: Plan, found: str) -> None:
         self.plan = plan
         if self.verbose:
-            found = "ran out of memory" if measured is None else "needed more than predicted"
             self._say(f"The warm-up {found}; planned again with that correction.")
             render_plan(plan)
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch.utils.checkpoint import CheckpointError
+
 from lightning_memfit.apply.batch_scan import ScannedBatch
 from lightning_memfit.apply.quantised_states import verify_all_quantised
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.contest import Standing, fastest
-from lightning_memfit.errors import NoFeasiblePlanError, is_out_of_memory
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, first_line, is_out_of_memory
 from lightning_memfit.plan import Budget, Choice, Forecast, Measurement, PassedOver, Plan
 from lightning_memfit.planning import Planning
 from lightning_memfit.report.no_fit import no_fit_message
@@ -32,7 +34,7 @@ _NOTHING_PROVEN = (
 
 Failed = tuple[Forecast, Measurement | None]
 """A plan's corrected forecast, and what its warm-up measured; ``None`` if it ran out of memory."""
-Report = Callable[[Plan, Measurement | None], None]
+Report = Callable[[Plan, str], None]
 
 
 class Proving:
@@ -59,45 +61,73 @@ class Proving:
 
         Args:
             plan: the plan whose levers are on.
-            report: told of every further plan, and of the measurement that made it necessary.
+            report: told of every further plan, and in words of what the warm-up found that made it necessary.
 
         Returns:
             The plan that stands, its levers on, with what was measured.
 
         Raises:
             NoFeasiblePlanError: with the smallest measured peak, if no plan stands.
+            ConfigurationError: if modules that the user asked to recompute cannot be.
         """
         budget = self._prepared.budget
         failed: list[Failed] = []
         for attempt in range(MAX_ATTEMPTS):
-            measurement = self._warm_up(plan.forecast)
-            verdict = judge(plan.forecast, measurement, budget)
-            corrected = replace(plan.forecast, correction_bytes=verdict.correction_bytes)
-            self._planning.corrections[plan.candidate] = verdict.correction_bytes
-            if measurement is not None and verdict.fits:
-                _check_evaluation(measurement, budget)
-                return self._settled(replace(plan, forecast=corrected), measurement)
-            failed.append((corrected, measurement))
-            self._tried.append(
-                PassedOver(
-                    candidate=plan.candidate,
-                    predicted_peak_bytes=corrected.predicted_peak_bytes,
-                    reason=f"warm-up: {verdict.reason}",
-                )
-            )
+            measurement, mismatch = self._warm_up(plan.forecast)
+            if mismatch is not None:
+                found = self._without_recomputation(plan, mismatch)
+            else:
+                verdict = judge(plan.forecast, measurement, budget)
+                corrected = replace(plan.forecast, correction_bytes=verdict.correction_bytes)
+                self._planning.corrections[plan.candidate] = verdict.correction_bytes
+                if measurement is not None and verdict.fits:
+                    _check_evaluation(measurement, budget)
+                    return self._settled(replace(plan, forecast=corrected), measurement)
+                failed.append((corrected, measurement))
+                self._pass_over(corrected, verdict.reason)
+                found = "ran out of memory" if measurement is None else "needed more than predicted"
             self._levers.take_off()
             if attempt + 1 < MAX_ATTEMPTS:
                 plan = self._plan_again(failed)
                 self._levers.put_on(plan.candidate)
-                report(plan, measurement)
+                report(plan, found)
         raise self._nothing_stands(failed)
 
     def _plan_again(self, failed: Sequence[Failed]) -> Plan:
         try:
             plan = self._planning.search()
         except NoFeasiblePlanError as error:
+            if not failed:
+                raise
             raise self._nothing_stands(failed) from error
         return replace(plan, passed_over=(*self._tried, *plan.passed_over))
+
+    def _pass_over(self, forecast: Forecast, reason: str) -> None:
+        self._tried.append(
+            PassedOver(
+                candidate=forecast.candidate,
+                predicted_peak_bytes=forecast.predicted_peak_bytes,
+                reason=f"warm-up: {reason}",
+            )
+        )
+
+    def _without_recomputation(self, plan: Plan, mismatch: str) -> str:
+        """Recompute nothing in further plans, since recomputing gave something else than the first pass.
+
+        Which module it was, torch does not tell.
+        """
+        asked, names = self._prepared.request.activation_checkpointing, plan.candidate.checkpointed_modules
+        if asked != "auto":
+            raise ConfigurationError(
+                f"activation_checkpointing={asked!r} cannot be had: of {', '.join(names)}, one at least computes "
+                f"something else when it is recomputed ({mismatch}). Its result depends on more than its inputs and "
+                "torch's random numbers, such as a counter. Name the others by patterns, or use "
+                "activation_checkpointing='none'."
+            )
+        reason = f"a module that was recomputed gave something else than in its first pass ({mismatch})"
+        self._planning.rule_out_recomputation(f"not recomputed: {reason}")
+        self._pass_over(plan.forecast, reason)
+        return "found modules that cannot be recomputed"
 
     def _settled(self, plan: Plan, measurement: Measurement) -> tuple[Plan, Measurement]:
         """A plan stands: try what may be faster, and keep the fastest."""
@@ -130,7 +160,9 @@ class Proving:
 
     def _prove_rival(self, rival: Forecast) -> tuple[Measurement | None, bool]:
         self._levers.put_on(rival.candidate)
-        measurement = self._warm_up(rival)
+        measurement, mismatch = self._warm_up(rival)
+        if mismatch is not None:
+            return None, False
         verdict = judge(rival, measurement, self._prepared.budget)
         fits_evaluating = measurement is None or _evaluation_fits(measurement, self._prepared.budget)
         return measurement, verdict.fits and fits_evaluating
@@ -150,7 +182,8 @@ class Proving:
         passed = [other for other in planned.passed_over if other.candidate != forecast.candidate]
         return replace(planned, forecast=forecast, choices=choices, passed_over=(slower, *passed))
 
-    def _warm_up(self, forecast: Forecast) -> Measurement | None:
+    def _warm_up(self, forecast: Forecast) -> tuple[Measurement | None, str | None]:
+        """What was measured, ``None`` where memory ran out; or what torch said of a recomputation that went wrong."""
         candidate, request = forecast.candidate, self._prepared.request
         self._planning.announce(f"proving with {request.num_profiled_steps} real steps: {candidate.label}")
         verify = (
@@ -158,7 +191,7 @@ class Proving:
             if candidate.optimizer_states == "8bit"
             else None
         )
-        measurement = None
+        measurement = mismatch = None
         try:
             measurement = run_warmup(
                 trainer=self._prepared.trainer,
@@ -173,13 +206,17 @@ class Proving:
                 verify_states=verify,
                 validation_loader=None if self._validation is None else self._validation.dataloader_idx,
             )
+        except CheckpointError as error:
+            if not candidate.checkpointed_modules:
+                raise  # of a checkpoint of the user's own
+            mismatch = first_line(error).removeprefix("torch.utils.checkpoint: ").rstrip(".")
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         # Outside of the except block: the error's traceback keeps the step's tensors alive.
-        if measurement is None or self._validation is None:
-            return measurement
-        return replace(measurement, evaluation_batch=self._validation.describe())
+        if measurement is not None and self._validation is not None:
+            measurement = replace(measurement, evaluation_batch=self._validation.describe())
+        return measurement, mismatch
 
     def _retime(self, forecast: Forecast) -> float:
         self._levers.put_on(forecast.candidate)
@@ -208,10 +245,17 @@ class Proving:
             request=self._prepared.request,
             slicing_reason=self._planning.space.slicing_reason,
             states_reason=self._planning.space.states_reason,
+            checkpointing_reason=self._planning.space.checkpointing_reason,
         )
         ran_out = [forecast.candidate.label for forecast, measurement in failed if measurement is None]
         if ran_out:
             message += f"\nWarm-ups that ran out of memory, so that their peaks are not known: {'; '.join(ran_out)}."
+        untried = min(forecast.candidate.split.micro_batch_size for forecast, _ in failed)
+        if len(failed) == MAX_ATTEMPTS and len(self._planning.space.num_slices) > 1 and untried > 1:
+            message += (
+                f"\nOne fit runs at most {MAX_ATTEMPTS} warm-ups, so that slices of fewer than {untried} samples were "
+                "not tried: micro_batch_size= begins with them."
+            )
         return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
 
 

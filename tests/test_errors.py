@@ -27,6 +27,17 @@ OUT_OF_MEMORY = {
     "HIP": RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."),
     "MPS": RuntimeError("MPS backend out of memory (MPS allocated: 17.94 GB, max allowed: 18.13 GB)."),
     "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cuSOLVER": RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    "cuSPARSE": RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+    "cuFFT": RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    "cuRAND": RuntimeError("CURAND_STATUS_ALLOCATION_FAILED"),
+    "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "NCCL": RuntimeError(
+        "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, unhandled cuda error\nLast error:\n"
+        "Cuda failure 2 'out of memory'"
+    ),
+    "XPU": RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    "XPU, older": RuntimeError("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)"),
     "oneDNN": RuntimeError("could not create a primitive"),
     "a C++ library": RuntimeError("std::bad_alloc"),
     "Python and numpy": MemoryError("Unable to allocate 8.00 GiB for an array with shape (1073741824,)"),
@@ -34,6 +45,7 @@ OUT_OF_MEMORY = {
 
 SOMETHING_ELSE = {
     "illegal access": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "no engine of cuDNN": RuntimeError("GET was unable to find an engine to execute this computation"),
     "memory format": RuntimeError("unsupported memory format option Contiguous"),
     "cuBLAS at work": RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
     "shape": RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x16 and 8x16)"),
@@ -46,11 +58,19 @@ SOMETHING_ELSE = {
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY.keys())
 def test_real_out_of_memory_errors_are_recognised(error: BaseException) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#6819, and by others.
+
+    awslabs/sockeye#897, mberr/torch-max-mem#14, Lightning-AI/lightning-thunder#1296, pytorch/pytorch#128601.
+    """
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", SOMETHING_ELSE.values(), ids=SOMETHING_ELSE.keys())
 def test_errors_that_look_alike_are_not(error: BaseException) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#6819, and by others.
+
+    awslabs/sockeye#897, mberr/torch-max-mem#14, Lightning-AI/lightning-thunder#1296, pytorch/pytorch#128601.
+    """
     assert not is_out_of_memory(error)
 
 

@@ -320,6 +320,7 @@ def test_planning_seconds_are_a_number(value: Any) -> None:
 
 
 def test_a_split_that_does_not_multiply_back_is_refused() -> None:
+    """Reported in deepspeedai/DeepSpeed#3982."""
     with pytest.raises(BatchArithmeticError) as caught:
         BatchSplit(effective_batch_size=100, ranks=3, loader_batch_size=32, slice_sizes=(32,))
     assert str(caught.value) == (

@@ -23,6 +23,7 @@ def no_fit_message(
     request: PlanRequest,
     slicing_reason: str | None = None,
     states_reason: str | None = None,
+    checkpointing_reason: str | None = None,
 ) -> str:
     """Say that nothing fits: the budget, by how much the smallest plan misses it, what was tried, what would help.
 
@@ -34,6 +35,7 @@ def no_fit_message(
         request: what the user asked for; levers that it rules out are named.
         slicing_reason: why the batch may not be sliced further, in words that end with a way out if there is one.
         states_reason: why the optimizer's states may not be quantised; ``None`` if they may.
+        checkpointing_reason: why nothing may be recomputed, if a warm-up showed that it may not.
 
     Returns:
         Plain text of several lines, without markup.
@@ -51,6 +53,7 @@ def no_fit_message(
         "Tried (smallest peak of each):",
         *(f"  - {line}" for line in _tried_lines(tried, request)),
         *_ruled_out_lines(passed_over),
+        *((f"{checkpointing_reason[:1].upper()}{checkpointing_reason[1:]}.",) if checkpointing_reason else ()),
         "What would help:",
         *(f"  - {line}" for line in _ways_out(budget, best, peak, request, slicing_reason, states_reason)),
     ]

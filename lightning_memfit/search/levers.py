@@ -71,6 +71,12 @@ class SearchSpace:
     """Which of several optimizers keep their states when others' are quantised, and why."""
     gradients_reason: str | None = None
     """Why gradients may not be zeroed early, if they may not."""
+    checkpointing_reason: str | None = None
+    """Why nothing may be recomputed, if a warm-up showed that it may not."""
+
+    def without_recomputation(self, reason: str) -> SearchSpace:
+        """The same space with nothing recomputed."""
+        return replace(self, checkpointing=(CheckpointingOption(kind="none"),), checkpointing_reason=reason)
 
     def settings(self, tier: int) -> Iterator[Setting]:
         """The settings of one harm tier; of equal ones, those that recompute least come first."""

@@ -327,6 +327,7 @@ def _nothing_fits(
         ),
         request=request,
         slicing_reason=space.slicing_reason,
+        checkpointing_reason=space.checkpointing_reason,
         states_reason=space.states_reason,
     )
     return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)

@@ -103,7 +103,7 @@ def _checkpointing_choice(
         if request.activation_checkpointing == "none":
             reason = "as given"
         elif len(space.checkpointing) == 1:
-            reason = "no repeated blocks found"
+            reason = space.checkpointing_reason or "no repeated blocks found"
         return Choice(lever="activation_checkpointing", value="none", reason=reason)
     if request.activation_checkpointing != "auto":
         reason = "as given"

@@ -89,6 +89,8 @@ def test_gradients_are_bit_equal_under_bf16_autocast() -> None:
 
 
 def test_less_is_saved_for_the_backward() -> None:
+    """Reported in pytorch/pytorch#161650."""
+
     def saved(model: nn.Module) -> int:
         count = 0
 
@@ -376,6 +378,7 @@ def test_an_unknown_name_is_an_error_before_anything_is_changed() -> None:
 
 
 def test_a_compiled_module_is_refused_before_anything_is_changed() -> None:
+    """Reported in Modalities/modalities#361, pytorch/pytorch#144637."""
     model = nn.Sequential(Block(), torch.compile(Block(), backend="eager"))
     with pytest.raises(UnsupportedError) as error:
         checkpoint_modules(model, ("0", "1"))

@@ -313,6 +313,7 @@ def test_a_batch_with_more_per_sample_is_named_beside_the_largest() -> None:
 
 
 def test_a_tensor_that_is_larger_in_another_batch_is_named() -> None:
+    """Reported in ultralytics/ultralytics#17514."""
     pairs = [(9, 2), (3, 7), (4, 4)]
 
     def collate(samples: list[Any]) -> dict[str, Tensor]:

@@ -70,6 +70,7 @@ def test_a_batch_of_the_longest_length_stays_as_it_is() -> None:
 
 
 def test_source_and_target_are_both_extended() -> None:
+    """Reported in NVIDIA-NeMo/Speech#15578."""
     batch = [torch.zeros(2, 7, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 7, 4)]
     assert [tuple(tensor.shape) for tensor in pad_to_length(batch, 9)] == [(2, 9), (2, 9), (2, 9, 9)]
 

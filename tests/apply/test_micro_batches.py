@@ -195,6 +195,8 @@ def test_weights_equal_the_undivided_run_with_gradient_clipping(lightning: Any) 
 
 
 def test_a_constant_gradient_stays_constant_in_a_short_window(pl: Any) -> None:
+    """Reported in ml-explore/mlx-lm#1413."""
+
     def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
         return self.slope * batch.mean()
 
@@ -552,6 +554,8 @@ def test_a_run_resumed_within_a_window_steps_with_the_mean_of_what_is_left_of_it
 
 
 def test_an_optimizer_that_runs_the_closure_again_counts_the_window_once(lightning: Any) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#4083, NeuroDiffGym/neurodiffeq#159."""
+
     def configure_optimizers(self: Any) -> Any:
         return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=3)
 
@@ -589,6 +593,8 @@ def test_exceptions_pass_through_and_everything_is_restored(pl: Any, num_slices:
 
 
 def test_no_graph_of_a_slice_lives_through_the_next_forward(lightning: Any) -> None:
+    """Reported in meta-pytorch/torchtune#1917."""
+
     class Mark:
         """Lives as long as the node of the graph it is attached to."""
 

@@ -351,6 +351,7 @@ def test_a_gradient_scaler_works_with_every_implementation(configured: Any, way:
 
 def test_gradients_are_unscaled_before_the_step_whatever_was_configured() -> None:
     # Lightning refuses to clip gradients for an optimizer that unscales them itself.
+    """Reported in Lightning-AI/pytorch-lightning#15501."""
     optimizer = O.AdamW(parameters(), fused=True)
     assert optimizer._step_supports_amp_scaling
     undo = set_implementation(optimizer, "foreach")

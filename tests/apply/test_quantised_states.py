@@ -88,6 +88,7 @@ def train(module: nn.Module, optimizer: Optimizer, steps: int = 2) -> list[float
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_states_are_quantised_and_counted(name: str) -> None:
+    """Reported in huggingface/transformers#14819."""
     module = Text()
     optimizer = quantise(SOURCES[name](module.parameters()), module)
     assert not optimizer.state
@@ -325,6 +326,7 @@ def test_settings_of_a_source_from_bitsandbytes_go_along() -> None:
 
 
 def test_a_paged_optimizer_stays_paged() -> None:
+    """Reported in bitsandbytes-foundation/bitsandbytes#962."""
     module = Text()
     optimizer = quantise(bnb.optim.PagedAdamW32bit(module.parameters()), module)
     assert type(optimizer) is bnb.optim.PagedAdamW8bit
@@ -429,6 +431,7 @@ def test_a_release_that_cannot_step_on_a_cpu_is_refused(
 
 
 def test_a_broken_installation_is_an_error_of_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reported in deepspeedai/DeepSpeed#483, deepspeedai/DeepSpeed#1846, deepspeedai/DeepSpeed#3488."""
     module = Text()
 
     def fail(name: str) -> None:

@@ -137,6 +137,7 @@ def test_the_extremes_are_the_largest_padded_packed_and_per_sample_and_the_small
 
 def test_columns_add_up() -> None:
     # samples x (longest source + longest target): 2 x (9 + 2) = 22 and 2 x (4 + 8) = 24
+    """Reported in NVIDIA-NeMo/Speech#15578."""
     assert 1 in ranked([(9, 2), (1, 1), (4, 8), (4, 8)], [[0, 1], [2, 3]]).extremes()
 
 

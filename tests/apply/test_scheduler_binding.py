@@ -385,6 +385,7 @@ def test_a_learning_rate_that_is_a_tensor_follows_the_same_trajectory() -> None:
 
 
 def test_a_schedule_that_has_not_stepped_yet_does_not_warn_that_the_optimizer_was_overridden() -> None:
+    """Reported in Lightning-AI/pytorch-lightning#16228."""
     old, new = pair()
     scheduler = lr_scheduler.ExponentialLR(old, gamma=0.9)
     before = [{name: value for name, value in group.items() if name != "params"} for group in new.param_groups]

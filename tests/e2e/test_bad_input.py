@@ -163,6 +163,10 @@ LATER: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", LATER)
 def test_a_lever_of_a_later_release_is_refused_and_not_ignored(name: str) -> None:
+    """Reported in deepspeedai/DeepSpeed#483, and by others.
+
+    deepspeedai/DeepSpeed#1846, deepspeedai/DeepSpeed#3488, deepspeedai/DeepSpeed#1891.
+    """
     value, instead = LATER[name]
     with pytest.raises(UnsupportedError) as caught:
         MemFit(**{name: value})
@@ -218,6 +222,11 @@ def quiet(**settings: Any) -> MemFit:
 
 
 def test_an_effective_batch_that_cannot_be_formed_names_the_nearest(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Reported in EuroEval/EuroEval#22, and by others.
+
+    EuroEval/EuroEval#69, huggingface/transformers#33281, ludwig-ai/ludwig#3533, unslothai/unsloth#3066,
+    roboflow/rf-detr#814.
+    """
     plugin = quiet(effective_batch_size=17)
     assert refusal(make_trainer, tmp_path, plugin, BatchArithmeticError) == (
         "effective_batch_size=17 samples make 17 per rank, which is not a multiple of the loader's batch of 16. "
@@ -545,6 +554,7 @@ assert plugin.measured is not None
     ids=["pytorch_lightning first", "lightning_memfit first"],
 )
 def test_trainers_of_pytorch_lightning_work(imports: str, tmp_path: Path) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#7287, zyzisyz/mfa_conformer#2."""
     program = PYTORCH_LIGHTNING.format(imports=imports, root=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120, check=False
@@ -554,6 +564,8 @@ def test_trainers_of_pytorch_lightning_work(imports: str, tmp_path: Path) -> Non
 
 
 def test_lbfgs_is_refused_where_batches_are_accumulated(make_trainer: MakeTrainer) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#4083, NeuroDiffGym/neurodiffeq#159."""
+
     class WithLBFGS(Model):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())

@@ -124,6 +124,12 @@ def test_a_budget_that_forces_slices_leaves_every_gradient_as_it_was(
     dtype: torch.dtype, tolerance: float, make_trainer: MakeTrainer
 ) -> None:
     # 596 samples in batches of 64: nine full ones and one of 20. Windows of four batches: 256, 256 and 64 + 20 = 84.
+    """Reported in NVIDIA/Megatron-LM#1849, and by others.
+
+    Lightning-AI/pytorch-lightning#17393, Lightning-AI/pytorch-lightning#21534, caikit/caikit-nlp#207,
+    keras-team/keras#18948, EuroEval/EuroEval#22, EuroEval/EuroEval#69, huggingface/transformers#33281,
+    ludwig-ai/ludwig#3533, unslothai/unsloth#3066, roboflow/rf-detr#814.
+    """
     dataset, module = samples(596, dtype), Model(dtype)
     two, three = (peak(module, collated(dataset, 64), micro_batch_size=size) for size in (32, 22))
     assert three < two
@@ -186,6 +192,12 @@ def test_a_loader_that_does_not_divide_the_effective_batch_is_rebuilt(
     micro_batch_size: Any, make_trainer: MakeTrainer
 ) -> None:
     # The largest divisor of 100 that is at most 32 is 25. 230 samples: windows of 100, 100 and 30.
+    """Reported in Lightning-AI/pytorch-lightning#17393, and by others.
+
+    Lightning-AI/pytorch-lightning#21534, caikit/caikit-nlp#207, keras-team/keras#18948, EuroEval/EuroEval#22,
+    EuroEval/EuroEval#69, huggingface/transformers#33281, ludwig-ai/ludwig#3533, unslothai/unsloth#3066,
+    roboflow/rf-detr#814.
+    """
     dataset = samples(230, torch.float64)
 
     def shuffled(batch_size: int) -> DataLoader[Any]:
@@ -208,6 +220,7 @@ def test_a_loader_that_does_not_divide_the_effective_batch_is_rebuilt(
 def test_the_effective_batch_is_what_the_run_does_today_unless_asked(
     asked: int | None, accumulate: int, effective: int, make_trainer: MakeTrainer
 ) -> None:
+    """Reported in roboflow/rf-detr#1176."""
     dataset = samples(56, torch.float64)
     plugin, gradients = quiet(effective_batch_size=asked, micro_batch_size=5), Gradients()
     trainer = make_trainer(plugin, callbacks=[gradients], accumulate_grad_batches=accumulate)
@@ -234,6 +247,10 @@ def token_batches(count: int, size: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_mean_over_tokens_is_weighted_by_tokens(make_trainer: MakeTrainer) -> None:
+    """Reported in huggingface/transformers#34191, and by others.
+
+    karpathy/nanochat#59, meta-pytorch/torchtune#1875, OpenNMT/OpenNMT-py#2209, ml-explore/mlx-lm#1413.
+    """
     batches = token_batches(20, 6)  # 6, 6, 6 and 2 samples: two windows
     plugin = quiet(effective_batch_size=12, micro_batch_size=4, loss_weight="tokens")
     gradients = Gradients()
@@ -297,6 +314,7 @@ class Normalised(Model):
 
 
 def test_normalisation_over_the_batch_is_not_sliced_and_that_is_said(make_trainer: MakeTrainer) -> None:
+    """Reported in mosaicml/composer#1207."""
     plugin = quiet()
     make_trainer(plugin).fit(Normalised(), DataLoader(samples(32), 16))
     assert plugin.plan is not None and plugin.plan.split.num_slices == 1
@@ -320,6 +338,7 @@ class Contrastive(Model):
 
 
 def test_a_loss_that_couples_samples_is_found_and_not_sliced(make_trainer: MakeTrainer) -> None:
+    """Reported in dahiyaaneesh/peclr#17, kamalkraj/e5-mistral-7b-instruct#15."""
     dataset = samples(80)
     room = peak(Contrastive(), collated(dataset, 40), activation_checkpointing="blocks")
     plugin = quiet(budget=room)
@@ -393,6 +412,7 @@ def test_the_estimate_for_schedules_is_the_real_number_of_steps(
     effective: int, settings: dict[str, int], make_trainer: MakeTrainer
 ) -> None:
     # 24 rebuilds nothing (3 x 8); 20 rebuilds the loader with batches of 5.
+    """Reported in Lightning-AI/pytorch-lightning#11599, Lightning-AI/pytorch-lightning#12894."""
     module = Scheduled()
     trainer = make_trainer(quiet(effective_batch_size=effective), **settings)
     trainer.fit(module, DataLoader(samples(74), 8))

@@ -237,7 +237,10 @@ ERRORS: tuple[type[BaseException], ...] = (Injected, torch.OutOfMemoryError, Key
 def test_whatever_raises_while_memfit_works_everything_is_as_if_it_had_not_run(
     make_trainer: MakeTrainer, ends: Mapping[str, Any]
 ) -> None:
-    """One error at each point but those within a stage (its private functions), in turns."""
+    """One error at each point but those within a stage (its private functions), in turns.
+
+    Reported in Lightning-AI/pytorch-lightning#11012.
+    """
     points = [point for point in points_of(make_trainer) if "._" not in point[0].replace(".__", "")]
     check(list(zip(points, itertools.cycle(ERRORS))), make_trainer, ends)  # endless
 

@@ -178,6 +178,8 @@ def test_planning_time_that_is_up_ends_comparisons_but_not_the_proof(make_traine
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_where_lightning_refuses_to_mix_precisions_that_is_said(fused: bool, make_trainer: MakeTrainer) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#15501."""
+
     class Fused(Wide):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
@@ -237,6 +239,7 @@ class Sequences(lightning.LightningModule):
 
 
 def test_the_largest_batch_of_the_epoch_is_planned_and_proven_and_named(make_trainer: MakeTrainer) -> None:
+    """Reported in ultralytics/ultralytics#4679."""
     plugin, module = MemFit(verbose=False, precision="32-true"), Sequences()
     make_trainer(plugin).fit(module, DataLoader(Padded(), 4))
     assert plugin.plan is not None
@@ -246,6 +249,10 @@ def test_the_largest_batch_of_the_epoch_is_planned_and_proven_and_named(make_tra
 
 
 def test_the_largest_validation_batch_is_evaluated_in_the_proof(make_trainer: MakeTrainer) -> None:
+    """Reported in catalyst-team/catalyst#143, and by others.
+
+    huggingface/transformers#7926, keras-team/keras#6217, unslothai/unsloth#1147, roboflow/rf-detr#814.
+    """
     plugin = MemFit(verbose=False, budget="64KiB", precision="32-true")
     with pytest.raises(NoFeasiblePlanError, match="one evaluation step needs"):
         make_trainer(plugin).fit(
@@ -291,6 +298,7 @@ def test_of_two_batches_the_notes_name_the_one_that_is_planned(
 
 
 def test_a_worst_batch_and_a_length_cap_take_the_place_of_the_scan(make_trainer: MakeTrainer) -> None:
+    """Reported in ultralytics/ultralytics#17514."""
     data = DataLoader(torch.ones(8, 16, 8), 4)
     given = MemFit(worst_batch=lambda batch: batch.repeat(1, 3, 1), verbose=False, precision="32-true")
     make_trainer(given).fit(Sequences(), data)

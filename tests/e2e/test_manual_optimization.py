@@ -69,6 +69,7 @@ def largest_difference(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("asked", [8, 32])
 def test_another_effective_batch_than_the_loaders_is_refused(asked: int, make_trainer: MakeTrainer) -> None:
+    """Nothing is accumulated behind the user's back: ayutaz/piper-plus#165, threestudio-project/threestudio#59."""
     with pytest.raises(ConfigurationError) as caught:
         make_trainer(MemFit(effective_batch_size=asked)).fit(Adversarial(), loader())
     assert str(caught.value) == (

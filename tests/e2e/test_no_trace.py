@@ -349,6 +349,7 @@ def run(
 def test_a_plan_that_changes_nothing_leaves_the_whole_run_as_it_was(
     kind: str, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#11012."""
     runs = {}
     for name, plugin in (("without", None), ("with", MemFit(verbose=False, **AS_IT_IS))):
         root = tmp_path / name
@@ -493,6 +494,7 @@ def test_switched_off_it_is_a_plain_precision_plugin(
 def test_a_report_prints_the_plan_and_changes_nothing(
     make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Reported in CUNY-CL/yoyodyne#148."""
     plugin = MemFit(effective_batch_size=48, mode="report")
     trainer, module, watcher = run(make_trainer, tmp_path / "with", plugin, "shuffled")
     assert "MemFit plan" in capsys.readouterr().out
@@ -545,6 +547,7 @@ class Small(lightning.LightningModule):
 def test_real_probing_leaves_no_child_process_and_no_open_file(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Reported in pytorch/pytorch#91252."""
     monkeypatch.undo()  # the operators are probed for real here
 
     def state() -> tuple[int, list[int]]:

@@ -94,6 +94,7 @@ class Hungry(Model):
 def test_a_peak_above_the_budget_is_corrected_planned_again_and_proven(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
+    """Reported in microsoft/WSL#11050, pytorch/pytorch#197838."""
     undivided = predicted(make_trainer, Hungry())
     budget = undivided + 64 * 1024  # the prediction fits; the 640 KiB that it misses do not
     STEPS.clear()
@@ -146,7 +147,10 @@ def make_wrong(monkeypatch: pytest.MonkeyPatch, extra: int) -> None:
 def test_the_search_for_a_plan_that_stands_is_bounded(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A forecaster that learns nothing from measurements is asked a bounded number of times."""
+    """A forecaster that learns nothing from measurements is asked a bounded number of times.
+
+    Reported in ludwig-ai/ludwig#2034.
+    """
     warm_ups: list[int] = []
     real = proving.run_warmup
 
@@ -235,6 +239,8 @@ def test_warm_ups_that_all_run_out_of_memory_are_not_said_to_be_measured(make_tr
 
 
 def test_any_other_error_of_a_step_passes_through(make_trainer: MakeTrainer) -> None:
+    """Reported in deepspeedai/DeepSpeed#4759, deepspeedai/DeepSpeed#7269."""
+
     class Broken(Model):
         def hidden(self, x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, FakeTensor):
@@ -247,6 +253,10 @@ def test_any_other_error_of_a_step_passes_through(make_trainer: MakeTrainer) -> 
 
 
 def test_an_evaluation_step_above_the_budget_is_said_before_the_first_epoch(make_trainer: MakeTrainer) -> None:
+    """Reported in catalyst-team/catalyst#143, and by others.
+
+    huggingface/transformers#7926, keras-team/keras#6217, unslothai/unsloth#1147, roboflow/rf-detr#814.
+    """
     budget = predicted(make_trainer, Model()) + 32 * 1024
     STEPS.clear()
     trainer = make_trainer(quiet(budget=budget))

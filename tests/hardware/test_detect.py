@@ -63,6 +63,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_without_a_cgroup_the_system_decides(machine: Machine) -> None:
+    """Reported in MIC-DKFZ/nnUNet#30, vllm-project/vllm#7256."""
     device = detect_device(root=machine.root)
     assert device.name == "Example 9000 CPU @ 2.0GHz"
     assert device.kind == "cpu"
@@ -88,6 +89,7 @@ def test_another_device_is_refused_by_name() -> None:
 
 
 def test_the_v2_limit_of_the_own_group_is_found(machine: Machine) -> None:
+    """Reported in brain-score/vision#2471, Comfy-Org/ComfyUI#14938, kekzl/imp#2070, soda-inria/tabicl#145."""
     machine.write("proc/self/cgroup", "0::/user.slice/job\n")
     machine.group_v2("user.slice/job", limit=4 * GIB, used=1 * GIB)
     device = detect_device(root=machine.root)
@@ -132,6 +134,7 @@ def test_a_limit_above_the_system_memory_does_not_raise_what_is_available(machin
 
 
 def test_v2_page_cache_is_not_counted_as_used(machine: Machine) -> None:
+    """Reported in brain-score/vision#2471, Comfy-Org/ComfyUI#14938, kekzl/imp#2070, soda-inria/tabicl#145."""
     machine.write("proc/self/cgroup", "0::/job\n")
     machine.group_v2("job", limit=4 * GIB, used=3 * GIB, inactive_file=1 * GIB, active_file=512 * MIB)
     # 4 - (3 - 1 - 0.5) = 2.5 GiB
@@ -176,6 +179,7 @@ def test_a_cgroup_path_outside_the_namespace_never_leaves_the_mount(machine: Mac
 
 
 def test_the_v1_memory_controller_is_read(machine: Machine) -> None:
+    """Reported in brain-score/vision#2471, Comfy-Org/ComfyUI#14938, kekzl/imp#2070, soda-inria/tabicl#145."""
     machine.write("proc/self/cgroup", "9:name=systemd:/\n4:cpu,cpuacct:/other\n3:memory:/slurm/job_7\n0::/\n")
     machine.group_v1("slurm/job_7", limit=f"{4 * GIB}\n", used=2 * GIB, cache=1 * GIB)
     device = detect_device(root=machine.root)

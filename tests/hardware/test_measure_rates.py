@@ -175,6 +175,7 @@ def test_without_a_directory_everything_is_measured_anew(measurements: Measureme
 
 @pytest.mark.usefixtures("threads")
 def test_another_number_of_threads_is_measured_anew(tmp_path: Path, measurements: Measurements) -> None:
+    """Reported in hpcaitech/ColossalAI#753, Hsword/Hetu#70, MIC-DKFZ/nnUNet#1152, MakazhanAlpamys/Soup#64."""
     for number in (1, 2, 1):
         torch.set_num_threads(number)
         assert measure_rates(cache_dir=tmp_path, quantised=False).threads == number

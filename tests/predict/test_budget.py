@@ -32,6 +32,10 @@ SMALL = dataclasses.replace(
 
 
 def test_without_a_budget_the_device_less_non_torch_and_five_percent() -> None:
+    """Reported in Lightning-AI/pytorch-lightning#21154, and by others.
+
+    ludwig-ai/ludwig#3958, OpenNMT/OpenNMT-tf#821, jax-ml/jax#13428, MIC-DKFZ/nnUNet#30, vllm-project/vllm#7256.
+    """
     budget = form_budget(HOST, PlanRequest(), resident_bytes=100 * MIB)
     # non-torch: 400 - 100 = 300 MiB; headroom: 5 % of 10240 MiB = 512 MiB; 10240 - 300 - 512 = 9428 MiB
     assert budget.non_torch_bytes == 300 * MIB
@@ -71,6 +75,7 @@ def test_a_given_budget_is_taken_as_it_is() -> None:
 
 
 def test_a_headroom_asked_for_comes_off_a_given_budget() -> None:
+    """Reported in Lightning-AI/pytorch-lightning#21154, ludwig-ai/ludwig#3958, OpenNMT/OpenNMT-tf#821."""
     budget = form_budget(HOST, PlanRequest(budget=700 * MIB, headroom=50 * MIB), resident_bytes=0)
     assert budget.budget_bytes == 650 * MIB
     assert budget.headroom_bytes == 50 * MIB

@@ -71,6 +71,7 @@ def with_memory(**changes: Any) -> Forecast:
 
 def test_the_whole_message() -> None:
     # missing: 130 - 100; floor 20 + 10 + 40 = 70 is below the budget; of the samples 50 + 8 + 2 = 60
+    """Reported in jax-ml/jax#13428."""
     request = PlanRequest(budget=100 * MIB, precision="32-true")
     assert message(request=request).splitlines() == [
         "No plan fits the budget of 100.0 MiB: the smallest one found needs 130.0 MiB (predicted, allocated), "
@@ -197,3 +198,8 @@ def test_many_reasons_are_counted() -> None:
     assert "reason 2" in text
     assert "reason 3" not in text
     assert "  - and 2 more reasons" in text
+
+
+def test_why_nothing_may_be_recomputed_is_said() -> None:
+    text = message(checkpointing_reason="not recomputed: a module that was recomputed gave something else")
+    assert "\nNot recomputed: a module that was recomputed gave something else.\nWhat would help:" in text

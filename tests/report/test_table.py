@@ -57,6 +57,7 @@ def test_a_plan_over_its_budget_says_so(plan: Plan) -> None:
 
 
 def test_the_anatomy_gives_bytes_share_and_bytes_per_parameter(plan: Plan) -> None:
+    """Reported in keras-team/keras-hub#1628, MIC-DKFZ/nnUNet#173, MIC-DKFZ/nnUNet#1152."""
     text = rendered(plan_renderable(plan))
     # 10 Mi parameters; 40/560 = 7.14 %, 80/560 = 14.29 %, 350/560 = 62.5 %
     assert row(text, "parameters")[1:4] == ["40.00 MiB", "7.1 %", "4.00"]
@@ -100,6 +101,7 @@ def test_a_correction_is_shown_apart_from_the_raw_sum(plan: Plan) -> None:
 
 
 def test_every_decision_has_its_reason(plan: Plan) -> None:
+    """Reported in roboflow/rf-detr#1176."""
     text = in_one_line(rendered(plan_renderable(plan), width=80))
     for choice in plan.choices:
         assert in_one_line(f"{choice.lever} {choice.value}: {choice.reason}")[:40] in text
@@ -188,6 +190,7 @@ def test_brackets_in_names_are_text_and_not_markup(plan: Plan) -> None:
 
 
 def test_predicted_stands_beside_measured_with_the_difference(plan: Plan, measurement: Measurement) -> None:
+    """Reported in keras-team/keras-hub#1628, MIC-DKFZ/nnUNet#173, MIC-DKFZ/nnUNet#1152."""
     text = rendered(measurement_renderable(plan, measurement))
     # 560 - 561 = -1 MiB, 1/561 = 0.178 %
     assert row(text, "allocated peak, training")[1:] == ["560.0 MiB", "561.0 MiB", "-1.000 MiB", "-0.18 %"]

@@ -59,6 +59,7 @@ def test_without_blocks_auto_is_none_and_blocks_is_an_error() -> None:
 
 
 def test_a_pinned_micro_batch_is_the_only_one() -> None:
+    """Reported in ludwig-ai/ludwig#2579."""
     space = search_space(PlanRequest(micro_batch_size=6), whole(16), blocks=())
     assert space.num_slices == (3,)
     assert space.slicing_reason == "micro_batch_size is given"

@@ -242,6 +242,8 @@ def test_the_fastest_that_fits_is_taken_with_the_reason() -> None:
 
 
 def test_a_slower_precision_is_not_taken_unless_only_it_fits() -> None:
+    """Reported in MakazhanAlpamys/Soup#387, pytorch/pytorch#124996."""
+
     def peak(candidate: Candidate) -> int:
         return 60 if candidate.precision == "bf16-mixed" else 100
 
@@ -319,6 +321,8 @@ def test_those_nearly_as_fast_are_contenders_and_no_others() -> None:
 
 
 def test_an_estimate_is_confirmed_and_one_that_was_too_low_is_searched_again() -> None:
+    """Reported in pytorch/pytorch#197838."""
+
     def peak(candidate: Candidate) -> int:
         return 100 * candidate.split.micro_batch_size + 60
 
@@ -485,6 +489,8 @@ def test_more_budget_never_gives_more_slices_or_more_recomputation(
 @pytest.mark.parametrize("samples", [16, 64, 256, 1024, 4096])
 @pytest.mark.parametrize("shape", ["straight", "convex", "concave", "step", "late gradients"])
 def test_the_number_of_forecasts_is_bounded(samples: int, shape: str) -> None:
+    """Reported in ludwig-ai/ludwig#2034."""
+
     def peak(candidate: Candidate) -> int:
         size = candidate.split.micro_batch_size
         late = 10**6 if shape == "late gradients" and not candidate.zero_gradients_early else 0

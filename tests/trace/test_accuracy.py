@@ -43,6 +43,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_peak_is_exact_under_every_optimizer(compare: Compare, name: str) -> None:
+    """Reported in deepspeedai/DeepSpeed#3598."""
     result = compare(mlp(), torch.randn(16, 256), loss=mean_square, optimizer=OPTIMIZERS[name])
     assert abs(result.error) < 0.0005, (result.error, result.predicted)
 

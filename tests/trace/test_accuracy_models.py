@@ -109,6 +109,7 @@ IN_BFLOAT16 = ("attention with a mask", "convolutions", "LSTM", "busy")
     ("name", "precision"), [(name, "32-true") for name in MODELS] + [(name, "bf16-mixed") for name in IN_BFLOAT16]
 )
 def test_the_peak_of_a_model_is_exact(compare: Compare, name: str, precision: str) -> None:
+    """Reported in hpcaitech/ColossalAI#753, Hsword/Hetu#70, MIC-DKFZ/nnUNet#1152, MakazhanAlpamys/Soup#64."""
     make_module, make_batch = MODELS[name]
     torch.manual_seed(0)
     result = compare(make_module(), make_batch(), loss=mean_square, optimizer=torch.optim.AdamW, precision=precision)

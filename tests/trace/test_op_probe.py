@@ -127,6 +127,7 @@ while (requests := read()) is not None:
 def test_an_operator_that_ends_its_process_is_named_and_the_others_are_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Reported in deepspeedai/DeepSpeed#4759, deepspeedai/DeepSpeed#7269."""
     monkeypatch.setattr(op_probe, "_WORKER", tmp_path / "worker.py")
     op_probe._WORKER.write_text(_CRASHING_WORKER)
     others = [Signature("aten.sin.default", (shape(size),), {}) for size in range(1, 8)]
@@ -147,6 +148,7 @@ def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_makes_an_argument_is_part_of_the_key() -> None:
+    """Reported in hpcaitech/ColossalAI#753, Hsword/Hetu#70, MIC-DKFZ/nnUNet#1152, MakazhanAlpamys/Soup#64."""
     made = Signature("aten.sin.default", (shape(100, origin=(0, 0)),), {})
     loose = Signature("aten.sin.default", (shape(100),), {})
     first = op_probe._keys([COS, made])

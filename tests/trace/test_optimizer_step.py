@@ -45,6 +45,7 @@ def loss(module: Any, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_traced_alone_takes_what_it_takes_at_the_end_of_a_whole_step(name: str) -> None:
+    """Reported in verl-project/verl#1349."""
     program = program_of(network(), loss=loss, optimizer=OPTIMIZERS[name])
     whole = trace_window(program, torch.zeros(4, 32))
     window = trace_window(program, torch.zeros(4, 32), steps=False)

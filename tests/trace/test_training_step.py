@@ -54,6 +54,7 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_are_counted_once() -> None:
+    """Reported in pytorch/torchtitan#3225."""
     timeline = traced(Tied(), torch.zeros(3, dtype=torch.long))
     assert timeline.num_parameters == 40
     assert resident(timeline) == {"parameters": 160, "gradients": 160, "optimizer_states": 160, "inputs": 24}

@@ -68,6 +68,8 @@ def test_one_sample_is_never_sliced_and_so_nothing_runs() -> None:
 
 
 def test_a_contrastive_loss_with_negatives_from_the_batch_is_caught() -> None:
+    """Reported in dahiyaaneesh/peclr#17, kamalkraj/e5-mistral-7b-instruct#15."""
+
     def contrastive(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         normed = F.normalize(logits, dim=1)
         return F.cross_entropy(normed @ normed.T, torch.arange(len(logits)))
@@ -88,6 +90,10 @@ def test_a_sum_over_samples_is_caught() -> None:
 
 
 def test_a_mean_over_tokens_needs_the_weight_of_tokens() -> None:
+    """Reported in huggingface/transformers#34191, and by others.
+
+    karpathy/nanochat#59, meta-pytorch/torchtune#1875, OpenNMT/OpenNMT-py#2209, ml-explore/mlx-lm#1413.
+    """
     batch = {"x": torch.randn(4, 4), "y": torch.tensor([0, -100, 1, 2])}
     assert not _check(Classifier(), batch).exact
     assert _check(Classifier(), batch, weights=lambda part: float((part["y"] != -100).sum())).exact

@@ -36,6 +36,7 @@ def test_a_measurement_at_the_budget_stands() -> None:
 
 
 def test_one_byte_above_the_budget_does_not_stand() -> None:
+    """Reported in microsoft/WSL#11050."""
     verdict = judge(forecast(900), measurement(1001), BUDGET)
     assert (verdict.fits, verdict.correction_bytes) == (False, 101)
     assert verdict.reason == "measured 1001 B, 1 B over the budget"

@@ -487,6 +487,8 @@ def test_every_batch_of_a_window_is_the_one_that_was_given(tmp_path: Path) -> No
 
 
 def test_steps_that_a_gradient_scaler_skips_do_not_count(tmp_path: Path) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#16228."""
+
     class Measure(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             settings: dict[str, Any] = {

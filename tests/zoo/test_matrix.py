@@ -201,6 +201,7 @@ def test_the_peak_is_predicted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["EMA of the weights", "SWA"])
 def test_the_copies_of_the_weights_that_callbacks_hold_are_in_the_peak(name: str, tmp_path: Path) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#9752."""
     program = PROGRAMS[name]
     plugin = MemFit(verbose=False, **pinned(program, "no-op"))
     weights, _ = train(program, tmp_path, plugin)
