@@ -30,7 +30,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _CHECKPOINTING_WORDS = ("auto", "none", "blocks")
 _FUNCTIONS = ("split_batch", "worst_batch")
-_LOSS_WEIGHT_WORDS = ("samples", "tokens")
+_LOSS_WEIGHT_WORDS = ("samples", "tokens", "sum")
 
 
 @dataclass
@@ -61,7 +61,7 @@ class MemFitConfig:
     split_batch: str | None = None
     """Import path of a function that divides a batch."""
     loss_weight: str = "samples"
-    """``"samples"``, ``"tokens"``, or the import path of a function."""
+    """``"samples"``, ``"tokens"``, ``"sum"``, or the import path of a function."""
     worst_batch: str | None = None
     """Import path of a function that makes the largest batch."""
     max_length: int | None = None

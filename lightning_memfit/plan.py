@@ -62,7 +62,7 @@ class PlanRequest:
     optimizer_implementation: Literal["auto", "as-configured", "single-tensor", "foreach", "fused"] = "auto"
     """Implementation of the optimizer's step."""
     loss_weight: str = "samples"
-    """What a slice's loss is weighted by: ``"samples"``, ``"tokens"``, or the name of the user's function."""
+    """What a slice's loss is weighted by: ``"samples"``, ``"tokens"``, ``"sum"``, or the user's function by name."""
     max_length: int | None = None
     """Longest sequence in tokens that may occur."""
     allow_inexact_slicing: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+from lightning_memfit.apply.slicing import check_loss_weight
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import PlanRequest
 
@@ -46,11 +47,7 @@ def check_batch_functions(*, split_batch: object, loss_weight: object) -> None:
             f"split_batch={reprlib.repr(split_batch)} cannot be called. Pass a function (batch, micro_batch_size) -> "
             "pairs of (slice, number of samples), or leave it out."
         )
-    if not callable(loss_weight) and loss_weight not in ("samples", "tokens"):
-        raise ConfigurationError(
-            f"loss_weight={reprlib.repr(loss_weight)} is not known. Choose 'samples', 'tokens', or a function of a "
-            "slice that returns what its mean loss counts."
-        )
+    check_loss_weight(loss_weight)
 
 
 def check_trainer(trainer: Any) -> None:

@@ -47,10 +47,11 @@ class SliceGuard:
     def compare_slices(self, micro_batch_size: int) -> str | None:
         """Why slices of the real batch differ from the whole; ``None`` if they do not.
 
-        Four samples are compared first, then pairs of slices of the planned size: a loss that weighs classes or leaves
-        labels out is no mean over samples, but four samples need not show it.
+        Four samples are compared first, with the gradients of every parameter, then the losses of pairs of slices of
+        the planned size: a loss that weighs classes or leaves labels out is no mean over samples, but four samples need
+        not show it.
         """
-        obstacle = self._compare_halves_of(self.batch, 4)
+        obstacle = self._compare_few()
         # More samples than a slice may not fit, even without gradients; then as many as a slice are compared.
         for samples in (2 * micro_batch_size, micro_batch_size):
             if obstacle is not None or samples <= 4:
@@ -62,6 +63,19 @@ class SliceGuard:
                     raise
         return obstacle
 
+    def _compare_few(self) -> str | None:
+        """Four samples, with their gradients; without them where these do not fit."""
+        for gradients in (True, False):
+            try:
+                return self._compare_halves_of(self.batch, 4, gradients=gradients)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        return (
+            "not sliced: the comparison of four samples with their slices ran out of memory. "
+            "allow_inexact_slicing=True slices it all the same."
+        )
+
     def _compare_pairs(self, samples: int) -> str | None:
         present = self.functions.samples_of(self.batch)
         sizes = balanced_slices(present, -(-present // samples))
@@ -72,7 +86,7 @@ class SliceGuard:
                 return obstacle
         return None
 
-    def _compare_halves_of(self, batch: Any, samples: int) -> str | None:
+    def _compare_halves_of(self, batch: Any, samples: int, *, gradients: bool = False) -> str | None:
         try:
             verdict = check_splittable(
                 module=self.module,
@@ -83,6 +97,8 @@ class SliceGuard:
                 join=join_outputs,
                 batch_size=self.functions.samples_of(batch),
                 compared_samples=samples,
+                sums=self.functions.loss_weight == "sum",
+                gradients=gradients,
             )
         except Exception as error:
             if is_out_of_memory(error):

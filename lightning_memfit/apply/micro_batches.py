@@ -15,6 +15,8 @@ tokens, or what the user's function says):
    gives them, which matters for the range of fp16.
 3. Before the optimizer steps, and only where W_true differs (a short window, a smaller batch), every gradient is
    multiplied once by A x W_first / W_true.
+
+Losses that are sums over samples (``loss_weight="sum"``) are added as they are: no factor, no rescaling.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class _Window:
     """Lightning batches that share one optimizer step."""
 
     expected_batches: int
+    sums: bool = False
     first_weight: float = 0.0
     weights: dict[int, float] = field(default_factory=dict)  # by batch_idx: a closure that runs twice counts once
     needs_rescale: bool = False
@@ -58,7 +61,7 @@ class _Window:
 
     def factor(self, weight: float) -> float:
         """What a slice's loss, divided by A already, is multiplied by."""
-        return 1.0 if weight == self.first_weight else weight / self.first_weight
+        return 1.0 if self.sums or weight == self.first_weight else weight / self.first_weight
 
     def record(self, batch_idx: int, weight: float) -> None:
         self.weights[batch_idx] = weight
@@ -73,7 +76,7 @@ class _Window:
         self.needs_rescale = False
         self.stepped = True
         expected, true = self.expected_batches * self.first_weight, self.true_weight
-        if true == 0 or math.isclose(expected, true, rel_tol=1e-13):
+        if self.sums or true == 0 or math.isclose(expected, true, rel_tol=1e-13):
             return 1.0
         return expected / true
 
@@ -101,7 +104,7 @@ class Slicer:
             module: the LightningModule in training.
             split: sizes of the slices. A plan of one slice never divides; else no slice exceeds its largest.
             split_batch: the user's ``(batch, micro_batch_size) -> pairs of (slice, samples)``.
-            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100) or a function of a slice's batch.
+            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"sum"`` or a function of a slice.
             zero_gradients_early: free the gradients before the forward of a window instead of after it.
 
         Raises:
@@ -186,7 +189,7 @@ class Slicer:
         starts = batch_idx % accumulate == 0
         leftover_gradients = window is not None and window.stepped and not starts
         if window is None or window.stepped or starts:
-            window = self._window = _Window(expected_batches=accumulate)
+            window = self._window = _Window(expected_batches=accumulate, sums=self._divider.sums)
         if window.first_weight == 0:
             window.first_weight = weight
         return window, leftover_gradients
@@ -256,7 +259,8 @@ class _BatchStep:
             self._warn_of_some_none(len(self.slices) - len(done))
         weights = [part.weight for part in done]
         joined = join_outputs(extras, [part.samples for part in done], weights)
-        return self.loop.output_result_cls(weighted_mean(losses, weights), extra=joined)
+        loss = torch.stack(losses).sum() if self.window.sums else weighted_mean(losses, weights)
+        return self.loop.output_result_cls(loss, extra=joined)
 
     def _forward(self, part: BatchSlice) -> Any:
         kwargs = type(self.kwargs)(self.kwargs)

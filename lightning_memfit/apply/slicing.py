@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,10 @@ from lightning_memfit.plan import BatchSplit, balanced_slices
 SplitBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
 """The user's ``(batch, micro_batch_size) -> pairs of (slice, number of samples)``."""
 LossWeight = str | Callable[[Any], float]
-"""``"samples"``, ``"tokens"``, or what a slice's mean loss counts as a function of the slice."""
+"""``"samples"``, ``"tokens"``, or what a slice's mean loss counts as a function of the slice; ``"sum"`` for a loss that
+is no mean but a sum over samples."""
+LOSS_WEIGHTS = ("samples", "tokens", "sum")
+"""Its words."""
 
 IGNORED_LABEL = -100
 """The label that losses leave out. Source: ``torch.nn.functional.cross_entropy``, ``ignore_index``."""
@@ -37,7 +41,11 @@ class BatchSlice:
 
 
 class BatchDivider:
-    """Divides batches into balanced slices and weighs them."""
+    """Divides batches into balanced slices and weighs them.
+
+    Attributes:
+        sums: whether losses of slices are added, and not averaged by their weights.
+    """
 
     def __init__(self, *, split: BatchSplit, split_batch: SplitBatch | None, loss_weight: LossWeight) -> None:
         """Check the settings.
@@ -45,15 +53,13 @@ class BatchDivider:
         Args:
             split: a plan of one slice never divides; else no slice exceeds its largest.
             split_batch: the user's function, in place of dividing every tensor along dimension 0.
-            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100) or a function of a slice.
+            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"sum"`` or a function of a slice.
 
         Raises:
             ConfigurationError: if ``loss_weight`` is neither a known word nor callable.
         """
-        if not callable(loss_weight) and loss_weight not in ("samples", "tokens"):
-            raise ConfigurationError(
-                f"loss_weight={loss_weight!r} is not known. Choose 'samples', 'tokens', or a function of the batch."
-            )
+        check_loss_weight(loss_weight)
+        self.sums = loss_weight == "sum"
         self._split = split
         self._split_batch = split_batch
         self._loss_weight = loss_weight
@@ -83,7 +89,7 @@ class BatchDivider:
 
     def _samples_of(self, batch: Any) -> int:
         """Samples of an undivided batch, needed only to weigh it against the others of its window."""
-        if self._loss_weight != "samples":
+        if self._loss_weight not in ("samples", "sum"):
             return self._split.loader_batch_size  # the weight comes from the batch itself
         if self._split_batch is not None:
             return samples_by_user(self._split_batch, batch)
@@ -104,18 +110,31 @@ class BatchDivider:
         return weight_of(batch, samples, self._loss_weight)
 
 
+def check_loss_weight(loss_weight: object) -> None:
+    """Refuse what is neither a known word nor a function.
+
+    Raises:
+        ConfigurationError: with the value and what works.
+    """
+    if not callable(loss_weight) and loss_weight not in LOSS_WEIGHTS:
+        raise ConfigurationError(
+            f"loss_weight={reprlib.repr(loss_weight)} is not known. Choose 'samples', 'tokens', 'sum' (of a loss that "
+            "is a sum over samples), or a function of a slice that returns what its mean loss counts."
+        )
+
+
 def weight_of(batch: Any, samples: int, loss_weight: LossWeight) -> float:
     """What the mean loss of a slice counts.
 
     Args:
         batch: the slice.
         samples: samples in it.
-        loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100) or a function of the slice.
+        loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"sum"`` or a function of the slice.
 
     Raises:
         ConfigurationError: if tokens cannot be counted, or the function returns something unusable.
     """
-    if loss_weight == "samples":
+    if loss_weight in ("samples", "sum"):
         return float(samples)
     if not callable(loss_weight):
         return float(_labelled_tokens(batch))

@@ -1,4 +1,4 @@
-"""The first guard against inexact slicing: does the loss of a batch equal the weighted mean over its parts?
+"""The first guard against inexact slicing: are loss and gradients of a batch the weighted mean over its parts?
 
 Adapter for private names of torch: ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``.
 """
@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memfit.batch_tree import batch_size_of, join_outputs
+from lightning_memfit.batch_tree import batch_size_of, detach_tensors, join_outputs
 from lightning_memfit.errors import BatchStructureError
 from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.observe.unlogged import unlogged
+from lightning_memfit.validate.gradient_sketch import GradientSketch, differing_gradient, sketch_gradients
 from lightning_memfit.validate.warmup import silenced
 
 _SAMPLES = 4
@@ -86,13 +87,15 @@ def check_splittable(
     join: Join = join_outputs,
     batch_size: int | None = None,
     compared_samples: int = _SAMPLES,
+    sums: bool = False,
+    gradients: bool = False,
 ) -> SplitVerdict:
     """Compare the loss of some samples with the weighted mean over their halves (of four: two and two).
 
     First in eval mode, so that dropout is no difference; then in the modes of the fit, since a layer of the user's own
     may normalise over the batch only while training. There a repeat that gives another loss (dropout, noise) ends the
-    comparison. Without autocast and, unless the step itself needs them, without gradients. Everything is put back:
-    module, batch and random generators. A batch of one sample is never sliced.
+    comparison. Without autocast. Everything is put back: module, batch and random generators. A batch of one sample is
+    never sliced.
 
     Args:
         module: the LightningModule.
@@ -103,6 +106,8 @@ def check_splittable(
         join: joins what the slices returned: outputs, samples and weights of each.
         batch_size: samples in ``batch``; ``None`` reads it off the batch.
         compared_samples: how many of them are compared with their halves; at most all.
+        sums: the loss is a sum over samples, and losses of slices are added.
+        gradients: compare the gradient of every parameter, too, in eval mode.
 
     Ignores: layers that couple the samples of a batch in training mode only, beside dropout (BatchNorm apart), and
     coupling among more samples than are compared only.
@@ -118,7 +123,7 @@ def check_splittable(
         if samples == 1:
             return SplitVerdict(exact=True, reason="A batch of one sample is never sliced.")
         whole, parts = _parts(batch, samples, min(compared_samples, samples), split_by_sizes, weights)
-        return _compare(module, training_step, whole, parts, join)
+        return _Comparison(module, training_step, whole, parts, sums=sums, gradients=gradients).verdict(join)
     except BatchStructureError as error:
         return SplitVerdict(exact=False, reason=str(error))
 
@@ -135,72 +140,137 @@ def _parts(
     return _Part(batch=whole, samples=taken, weight=float(weights(whole))), parts
 
 
-def _compare(
-    module: Any, training_step: Callable[[Any], Any], whole: _Part, parts: list[_Part], join: Join
-) -> SplitVerdict:
-    verdict, outputs = _compare_losses(module, training_step, whole, parts, evaluating=True)
-    if not verdict.exact:
+class _Ran(NamedTuple):
+    """What one run of the step gave."""
+
+    output: Any
+    gradients: GradientSketch | None
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One batch against its parts."""
+
+    module: Any
+    training_step: Callable[[Any], Any]
+    whole: _Part
+    parts: list[_Part]
+    _: KW_ONLY
+    sums: bool
+    gradients: bool
+
+    def verdict(self, join: Join) -> SplitVerdict:
+        verdict, outputs = self._of_losses(evaluating=True)
+        if not verdict.exact:
+            return verdict
+        samples, weights = [part.samples for part in self.parts], [part.weight for part in self.parts]
+        join([_extras(output) for output in outputs], samples, weights)
+        if any(layer.training for layer in self.module.modules()):
+            coupled, _ = self._of_losses(evaluating=False)
+            if not coupled.exact and not coupled.undecided:
+                return replace(coupled, reason=f"In train mode: {coupled.reason}")
         return verdict
-    join([_extras(output) for output in outputs], [part.samples for part in parts], [part.weight for part in parts])
-    if any(layer.training for layer in module.modules()):
-        coupled, _ = _compare_losses(module, training_step, whole, parts, evaluating=False)
-        if not coupled.exact and not coupled.undecided:
-            return replace(coupled, reason=f"In train mode: {coupled.reason}")
-    return verdict
 
+    def _of_losses(self, *, evaluating: bool) -> tuple[SplitVerdict, list[Any]]:
+        """The verdict in one mode, and what the parts returned; undecided where a repeat gives another loss."""
+        whole = self.whole
+        ran = self._run([whole, whole, *self.parts], evaluating=evaluating)
+        first, _, *of_slices = (each.output for each in ran)
+        losses = [_loss_of(each.output) for each in ran]
+        if any(loss is None for loss in losses):
+            return _inexact(
+                "training_step returned no loss, or one of more than one number: nothing can be compared"
+            ), []
+        reference, again, *of_parts = [loss for loss in losses if loss is not None]
+        shown = ", ".join(f"{loss:.7g}" for loss in (reference, again, *of_parts))
+        if not all(map(math.isfinite, (reference, again, *of_parts))):
+            return _inexact(
+                f"The loss is not finite (undivided, repeated, slices: {shown}): nothing can be compared"
+            ), []
+        tolerance = _tolerance(first) * max(abs(reference), torch.finfo(torch.float32).tiny)
+        if abs(reference - again) > tolerance:
+            return _inexact(
+                f"The loss is not deterministic: cannot be compared. The same {whole.samples} samples gave "
+                f"{reference:.7g} and {again:.7g} in eval mode",
+                undecided=True,
+            ), []
+        total = math.fsum(part.weight for part in self.parts)
+        if total <= 0:
+            return _inexact(f"The weights of the slices add up to {total:g}: nothing can be compared"), []
+        shares = [1.0 if self.sums else part.weight / total for part in self.parts]
+        joined = math.fsum(share * loss for share, loss in zip(shares, of_parts, strict=True))
+        sizes = " and ".join(str(part.samples) for part in self.parts)
+        what = f"the {'sum' if self.sums else 'weighted mean'} over slices of {sizes}"
+        if abs(reference - joined) > tolerance:
+            why = "no mean over samples (or its weight is another: see loss_weight)"
+            if self.sums:
+                why = "no sum over samples, as loss_weight='sum' says"
+            elif abs(reference - math.fsum(of_parts)) <= tolerance:
+                why = "a sum over samples: loss_weight='sum' slices it exactly"
+            return _inexact(
+                f"The loss of {whole.samples} samples is {reference:.7g}, {what} is {joined:.7g}: the loss is {why}"
+            ), []
+        found = self._differing_gradient(ran, shares)
+        if found is not None:
+            name, share = found
+            return _inexact(
+                f"The loss of {whole.samples} samples equals {what}, but the gradient of {name} differs by {share:.2g} "
+                "of its size: it depends on the other samples of the batch"
+            ), []
+        equal = f"The loss of {whole.samples} samples equals {what} ({reference:.7g})."
+        return SplitVerdict(exact=True, reason=equal), of_slices
 
-def _compare_losses(
-    module: Any, training_step: Callable[[Any], Any], whole: _Part, parts: list[_Part], *, evaluating: bool
-) -> tuple[SplitVerdict, list[Any]]:
-    """The verdict in one mode, and what the parts returned; undecided where a repeat gives another loss."""
-    first, second, *outputs = _run(module, training_step, [whole, whole, *parts], evaluating=evaluating)
-    losses = [_loss_of(output) for output in (first, second, *outputs)]
-    if any(loss is None for loss in losses):
-        return _inexact("training_step returned no loss, or one of more than one number: nothing can be compared"), []
-    reference, again, *of_parts = [loss for loss in losses if loss is not None]
-    shown = ", ".join(f"{loss:.7g}" for loss in (reference, again, *of_parts))
-    if not all(map(math.isfinite, (reference, again, *of_parts))):
-        return _inexact(f"The loss is not finite (undivided, repeated, slices: {shown}): nothing can be compared"), []
-    tolerance = _tolerance(first) * max(abs(reference), torch.finfo(torch.float32).tiny)
-    if abs(reference - again) > tolerance:
-        return _inexact(
-            f"The loss is not deterministic: cannot be compared. The same {whole.samples} samples gave "
-            f"{reference:.7g} and {again:.7g} in eval mode",
-            undecided=True,
-        ), []
-    total = math.fsum(part.weight for part in parts)
-    if total <= 0:
-        return _inexact(f"The weights of the slices add up to {total:g}: nothing can be compared"), []
-    mean = math.fsum(part.weight * loss for part, loss in zip(parts, of_parts, strict=True)) / total
-    sizes = " and ".join(str(part.samples) for part in parts)
-    if abs(reference - mean) > tolerance:
-        return _inexact(
-            f"The loss of {whole.samples} samples is {reference:.7g}, the weighted mean over slices of {sizes} is "
-            f"{mean:.7g}: the loss is no mean over samples (or its weight is another: see loss_weight)"
-        ), []
-    equal = f"The loss of {whole.samples} samples equals the weighted mean over slices of {sizes} ({reference:.7g})."
-    return SplitVerdict(exact=True, reason=equal), outputs
+    def _differing_gradient(self, ran: list[_Ran], shares: list[float]) -> tuple[str, float] | None:
+        sketches = [each.gradients for each in ran if each.gradients is not None]
+        if len(sketches) < len(ran):
+            return None
+        first, again, *of_parts = sketches
+        dtypes = {_dtype(ran[0].output), *(each.dtype for each in self.module.parameters() if each.requires_grad)}
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        return differing_gradient(first, again, of_parts, shares, eps)
 
+    def _run(self, parts: list[_Part], *, evaluating: bool) -> list[_Ran]:
+        """What the step gives for each part, in eval mode or in the modes of the fit, and without a trace."""
+        batches = [part.batch for part in parts]
+        with (
+            take_snapshot(self.module, extra_roots=batches),
+            _unseen(self.module),
+            torch.autocast("cpu", enabled=False),
+        ):
+            if evaluating:
+                self.module.eval()
+            return [self._run_one(part, backward=evaluating and self.gradients) for part in parts]
 
-def _run(module: Any, training_step: Callable[[Any], Any], parts: list[_Part], *, evaluating: bool) -> list[Any]:
-    """What the step returns for each part, in eval mode or in the modes of the fit, and without a trace."""
-    batches = [part.batch for part in parts]
-    with take_snapshot(module, extra_roots=batches), _unseen(module), torch.autocast("cpu", enabled=False):
-        if evaluating:
-            module.eval()
-        return [_forward(training_step, part) for part in parts]
+    def _run_one(self, part: _Part, *, backward: bool) -> _Ran:
+        with take_snapshot(None, extra_roots=[part.batch], random_state=False):  # a step may change its batch in place
+            return self._with_gradients(part) if backward else _Ran(_forward(self.training_step, part), None)
+
+    def _with_gradients(self, part: _Part) -> _Ran:
+        parameters = list(self.module.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with torch.enable_grad():
+                output = self.training_step(part.batch)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    return _Ran(output, None)
+                torch.autograd.backward(loss)
+            return _Ran(detach_tensors(output), sketch_gradients(self.module))
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
 
 
 def _forward(training_step: Callable[[Any], Any], part: _Part) -> Any:
-    with take_snapshot(None, extra_roots=[part.batch], random_state=False):  # a step may change its batch in place
-        try:
-            with torch.no_grad():
-                return training_step(part.batch)
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-        with torch.enable_grad():  # a step that differentiates inside, such as one with a gradient penalty
+    try:
+        with torch.no_grad():
             return training_step(part.batch)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():  # a step that differentiates inside, such as one with a gradient penalty
+        return training_step(part.batch)
 
 
 @contextmanager
@@ -222,8 +292,13 @@ def _extras(output: Any) -> Any:
 
 def _tolerance(output: Any) -> float:
     """Relative tolerance of a comparison; wider where the loss is computed in less than float32."""
+    return max(_RELATIVE_TOLERANCE, 4 * torch.finfo(_dtype(output)).eps)
+
+
+def _dtype(output: Any) -> torch.dtype:
     loss = output["loss"] if isinstance(output, Mapping) else output
-    return max(_RELATIVE_TOLERANCE, 4 * torch.finfo(loss.dtype).eps)
+    assert isinstance(loss, torch.Tensor)
+    return loss.dtype
 
 
 def _inexact(what: str, *, undecided: bool = False) -> SplitVerdict:

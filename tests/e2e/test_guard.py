@@ -276,3 +276,28 @@ def test_hooks_on_gradients_keep_batches_undivided(make_trainer: MakeTrainer) ->
     allowed = MemFit(micro_batch_size=32, allow_inexact_slicing=True, verbose=False, **AS_IT_IS)
     make_trainer(allowed).fit(Hooked(), rare_class())
     assert allowed.plan is not None and allowed.plan.split.num_slices == 4
+
+
+class Exhausting(Classifier):
+    """Four samples run out of memory as soon as gradients are wanted, or whatever is wanted."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) == 4 and not self.training and (self.always or torch.is_grad_enabled()):
+            raise torch.OutOfMemoryError("no room for it")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_comparison_with_gradients_that_runs_out_of_memory_is_made_without(make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(micro_batch_size=32, verbose=False, **AS_IT_IS)
+    make_trainer(plugin).fit(Exhausting(always=False), rare_class())
+    assert plugin.plan is not None and plugin.plan.split.num_slices == 4
+
+
+def test_slices_whose_comparison_runs_out_of_memory_are_refused(make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(micro_batch_size=32, verbose=False, **AS_IT_IS)
+    with pytest.raises(ConfigurationError, match="comparison of four samples with their slices ran out of memory"):
+        make_trainer(plugin).fit(Exhausting(always=True), rare_class())

@@ -86,7 +86,48 @@ def test_a_sum_over_samples_is_caught() -> None:
 
     verdict = _check(Classifier(total))
     assert not verdict.exact
-    assert "no mean over samples" in verdict.reason
+    assert "the loss is a sum over samples: loss_weight='sum' slices it exactly" in verdict.reason
+    exact = _check(Classifier(total), sums=True)
+    assert exact.exact
+    assert exact.reason.startswith("The loss of 4 samples equals the sum over slices of 2 and 2 (")
+    mean = _check(Classifier(), sums=True)
+    assert not mean.exact
+    assert "the loss is no sum over samples, as loss_weight='sum' says" in mean.reason
+
+
+def coupled_gradients(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The value is a mean over samples; the gradient is larger the more samples there are."""
+    return (
+        F.cross_entropy(logits, y)
+        + len(y) * (logits - logits.detach()).square().mean()
+        + (len(y) * (logits.mean() - logits.mean().detach()))
+    )
+
+
+def test_gradients_that_depend_on_the_other_samples_are_found_where_losses_agree() -> None:
+    assert _check(Classifier(coupled_gradients)).exact
+    verdict = _check(Classifier(coupled_gradients), gradients=True)
+    assert not verdict.exact
+    assert "equals the weighted mean over slices of 2 and 2, but the gradient of net.0." in verdict.reason
+    assert "of its size: it depends on the other samples of the batch" in verdict.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_of_a_mean_over_samples_agree_in_every_dtype(dtype: torch.dtype) -> None:
+    batch = {"x": torch.randn(6, 4).to(dtype), "y": torch.arange(6) % 3}
+    assert _check(Classifier().to(dtype), batch, gradients=True).exact
+
+
+def test_gradients_that_dropout_moves_are_compared_without_it() -> None:
+    assert _check(Classifier(F.cross_entropy, nn.Dropout(0.5)), gradients=True).exact
+
+
+def test_a_comparison_with_gradients_leaves_those_of_the_run() -> None:
+    module = Classifier()
+    module.net[0].weight.grad = torch.ones(3, 4)
+    assert _check(module, gradients=True).exact
+    assert torch.equal(module.net[0].weight.grad, torch.ones(3, 4))
+    assert module.net[0].bias.grad is None
 
 
 def test_a_mean_over_tokens_needs_the_weight_of_tokens() -> None:

@@ -51,6 +51,15 @@ class Sum(Classifier):
         return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") / 100
 
 
+class CoupledGradients(Classifier):
+    """The value is a mean over samples; the gradient grows with their number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        spread = logits.square().mean()
+        return F.cross_entropy(logits, batch[1]) + len(batch[1]) * (spread - spread.detach())
+
+
 class WeightedClasses(Classifier):
     """torch divides by the weights of the labels that are there, not by the number of samples."""
 
@@ -149,7 +158,16 @@ PROGRAMS = (
         settings={"loss_weight": lambda batch: (batch["labels"] != -100).sum().item()},
     ),
     Program(name="mean over tokens, weighed by samples", make=padded, not_sliced=NO_MEAN),
-    Program(name="a sum over samples", make=of(Sum), not_sliced=NO_MEAN),
+    Program(name="a sum over samples, unsaid", make=of(Sum), not_sliced="loss_weight='sum' slices it exactly"),
+    Program(name="a sum over samples", make=of(Sum), settings={"loss_weight": "sum"}),
+    # Three batches in windows of two: the short last one is as Lightning has it.
+    Program(
+        name="a sum over accumulated samples",
+        make=of(Sum),
+        settings={"loss_weight": "sum"},
+        trainer=lambda: {"accumulate_grad_batches": 2},
+    ),
+    Program(name="gradients that couple samples", make=of(CoupledGradients), not_sliced="depends on the other samples"),
     Program(name="weighted classes", make=of(WeightedClasses), not_sliced=NO_MEAN),
     Program(name="contrastive", make=of(Contrastive), not_sliced=NO_MEAN),
     Program(name="triplets of the batch", make=of(HardestTriplet), not_sliced=NO_MEAN),
