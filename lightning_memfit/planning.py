@@ -54,6 +54,7 @@ class Planning:
         self.was_taken_over = False
         self._deadline = deadline
         self._slices_compared = False
+        self._recomputation_seen = False
         with _planned_lengths(prepared):
             self.prepared = prepared.of_the_more_demanding_batch()
             self._fingerprint = dict(self.prepared.fingerprint())
@@ -138,6 +139,7 @@ class Planning:
     def _found_exact(self) -> Found:
         """What the search finds, slices compared with the whole as soon as the plan or a contender has some."""
         with random_state_kept():
+            self._see_recomputation()
             found = self._found()
             largest = max((_sliced_size(forecast) for forecast in found.contenders), default=0)
             if not largest or self._slices_compared:
@@ -151,6 +153,17 @@ class Planning:
                 return found
             self.space = self._space_given(obstacle)
             return self._found()
+
+    def _see_recomputation(self) -> None:
+        """Take out of what may be recomputed the blocks that a traced step recomputes by itself."""
+        if self._recomputation_seen or not any(option.modules for option in self.space.checkpointing):
+            return
+        self._recomputation_seen = True
+        self.announce("looking for blocks that are recomputed anyway")
+        with _planned_lengths(self.prepared):
+            self.prepared = self.prepared.seen_recomputing()
+        if self.prepared.recomputed:
+            self.space = self._space_given(self._obstacle)
 
     def _obstacle_to_slices_of(self, micro_batch_size: int) -> str | None:
         self.announce("comparing slices with the undivided batch")
@@ -186,6 +199,7 @@ class Planning:
             )
 
     def _space_given(self, obstacle: str | None) -> SearchSpace:
+        self._obstacle = obstacle
         with _planned_lengths(self.prepared):
             return self.prepared.space(obstacle)
 

@@ -37,7 +37,7 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
     try:
         with (
             _old_objects_at_rest(),
-            _failures_unlogged(),
+            _nothing_logged(),
             redirect_stdout(io.StringIO()),
             _untouched(module),
             faked(module, fakes),
@@ -51,14 +51,20 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
 
 
 @contextmanager
-def _failures_unlogged() -> Iterator[None]:
-    """Nothing is logged of operators that fail on fakes: what is raised says it, and the real step may be another."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+def _nothing_logged() -> Iterator[None]:
+    """Nothing is logged of operators that fail on fakes, or of what transformers leaves out where it recomputes.
+
+    What is raised says it, and the real step may be another.
+    """
+    torchs, transformers = logging.getLogger("torch._subclasses.fake_tensor"), logging.getLogger("transformers")
+    before = torchs.disabled, transformers.level
+    torchs.disabled = True
+    transformers.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.disabled = before
+        torchs.disabled = before[0]
+        transformers.setLevel(before[1])
 
 
 @contextmanager

@@ -248,7 +248,7 @@ PROGRAMS = (
     Program(name="unused parameters", make=of(Unused)),
     Program(name="a penalty of the weights", make=of(Penalised)),
     Program(name="skips around blocks", make=of(Deep)),
-    Program(name="a model that checkpoints itself", make=of(Recomputing)),
+    Program(name="a model that checkpoints itself", make=of(Recomputing), recomputed_anyway=True),
     Program(name="gradients clipped by norm", make=of(Classifier), trainer=clipping(0.5, "norm")),
     Program(name="gradients clipped by value", make=of(Classifier), trainer=clipping(0.01, "value")),
     Program(
