@@ -213,14 +213,20 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     """Put every submodule's attributes back at the end; tensors are not copied, since fakes stand in for them."""
     with take_snapshot(module, tensors_in="nowhere"), unlogged(module):
         for part in module.modules():
-            if _is_metric(part):
+            if _is_of_torchmetrics(part, "Metric"):
                 vars(part).update(update=_ignore, compute=_ignore, forward=_ignore)
+            elif _is_of_torchmetrics(part, "MetricCollection"):  # compares the states of its metrics
+                vars(part).update(update=_ignore, compute=_no_values, forward=_no_values)
         yield
 
 
-def _is_metric(module: nn.Module) -> bool:
-    return any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__)
+def _is_of_torchmetrics(module: nn.Module, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _no_values(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {}
