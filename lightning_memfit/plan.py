@@ -27,6 +27,7 @@ Checkpointing = Literal["none", "blocks", "patterns"]
 OptimizerStates = Literal["as-configured", "8bit"]
 OptimizerImplementation = Literal["as-configured", "single-tensor", "foreach", "fused"]
 Offload = Literal["never", "optimizer", "parameters"]
+LossWeightWord = Literal["samples", "tokens", "next-tokens"]
 Mode = Literal["apply", "report", "off"]
 OnNoFit = Literal["raise", "skip", "value"]
 Category = Literal[
@@ -62,7 +63,7 @@ class PlanRequest:
     optimizer_implementation: Literal["auto", "as-configured", "single-tensor", "foreach", "fused"] = "auto"
     """Implementation of the optimizer's step."""
     loss_weight: str = "samples"
-    """What a slice's loss is weighted by: ``"samples"``, ``"tokens"``, or the name of the user's function."""
+    """What a slice's loss is weighted by: a :data:`LossWeightWord`, or the name of the user's function."""
     max_length: int | None = None
     """Longest sequence in tokens that may occur."""
     allow_inexact_slicing: bool = False

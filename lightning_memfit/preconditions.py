@@ -6,10 +6,10 @@ Adapter for Lightning's public Trainer attributes only: ``strategy``, ``num_devi
 from __future__ import annotations
 
 import reprlib
-from typing import Any
+from typing import Any, get_args
 
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
-from lightning_memfit.plan import PlanRequest
+from lightning_memfit.plan import LossWeightWord, PlanRequest
 
 _WORKING_VALUES = {
     "offload": ("never",),
@@ -46,10 +46,11 @@ def check_batch_functions(*, split_batch: object, loss_weight: object) -> None:
             f"split_batch={reprlib.repr(split_batch)} cannot be called. Pass a function (batch, micro_batch_size) -> "
             "pairs of (slice, number of samples), or leave it out."
         )
-    if not callable(loss_weight) and loss_weight not in ("samples", "tokens"):
+    words = get_args(LossWeightWord)
+    if not callable(loss_weight) and loss_weight not in words:
         raise ConfigurationError(
-            f"loss_weight={reprlib.repr(loss_weight)} is not known. Choose 'samples', 'tokens', or a function of a "
-            "slice that returns what its mean loss counts."
+            f"loss_weight={reprlib.repr(loss_weight)} is not known. Choose {', '.join(map(repr, words))}, or a "
+            "function of a slice that returns what its mean loss counts."
         )
 
 

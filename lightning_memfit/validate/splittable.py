@@ -9,11 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_memfit.batch_tree import batch_size_of, join_outputs
 from lightning_memfit.errors import BatchStructureError
@@ -23,6 +25,7 @@ from lightning_memfit.validate.warmup import silenced
 
 _SAMPLES = 4
 _RELATIVE_TOLERANCE = 2e-5
+_ROUTER_FACTOR = "router_aux_loss_coef"
 _WAY_OUT = "allow_inexact_slicing=True slices it all the same."
 
 Split = Callable[[Any, Sequence[int]], list[Any]]
@@ -74,6 +77,50 @@ def gradient_hook_obstacle(module: nn.Module) -> str | None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"the parameter {name} has a hook on its gradient, which would run for every slice."
     return None
+
+
+class RouterLosses:
+    """Sees, while it is entered, whether a model of transformers adds the loss by which routers balance their experts.
+
+    It is a product of two means over all tokens of the batch, so that it couples them; beside the loss it is so small
+    that no comparison of losses shows it, while the router's gradients do change.
+    Source: ``load_balancing_loss_func`` of transformers 5, ``models/mixtral/modeling_mixtral.py``; arXiv:2101.03961,
+    equations 4 to 6. Recognised by what the model returns: ``router_logits`` and ``aux_loss``, also of an encoder.
+    """
+
+    def __init__(self) -> None:
+        self.found: str | None = None
+        """What was seen, in words; ``None`` if nothing was."""
+        self._unused: dict[int, torch.Tensor] = {}
+        self._handle: RemovableHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._handle = register_module_forward_hook(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _look(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        # Inner modules return first: what is around a model and hands its output on says nothing new.
+        if self.found is not None or not isinstance(output, Mapping):
+            return
+        losses = {str(name): value for name, value in output.items() if isinstance(value, torch.Tensor)}
+        losses = {
+            name: loss for name, loss in losses.items() if name.endswith("aux_loss") and id(loss) not in self._unused
+        }
+        if not losses or not any(str(name).endswith("router_logits") for name in output):
+            return
+        factor = getattr(module, _ROUTER_FACTOR, None)
+        if factor == 0:
+            self._unused.update({id(loss): loss for loss in losses.values()})  # held, so that no other has its id
+            return
+        shown = "" if factor is None else f", {_ROUTER_FACTOR}={factor:g}"
+        self.found = (
+            f"{type(module).__name__} adds its router's auxiliary loss ({min(losses)}{shown}), which balances the "
+            "experts over all tokens of the batch, so that slices would change it"
+        )
 
 
 def check_splittable(
@@ -153,8 +200,11 @@ def _compare_losses(
     module: Any, training_step: Callable[[Any], Any], whole: _Part, parts: list[_Part], *, evaluating: bool
 ) -> tuple[SplitVerdict, list[Any]]:
     """The verdict in one mode, and what the parts returned; undecided where a repeat gives another loss."""
-    first, second, *outputs = _run(module, training_step, [whole, whole, *parts], evaluating=evaluating)
+    with RouterLosses() as routers:
+        first, second, *outputs = _run(module, training_step, [whole, whole, *parts], evaluating=evaluating)
     losses = [_loss_of(output) for output in (first, second, *outputs)]
+    if routers.found is not None:
+        return _inexact(routers.found), []
     if any(loss is None for loss in losses):
         return _inexact("training_step returned no loss, or one of more than one number: nothing can be compared"), []
     reference, again, *of_parts = [loss for loss in losses if loss is not None]
