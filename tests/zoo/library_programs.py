@@ -5,15 +5,18 @@ Dropout is off where the library's default is on: with it slices are equal in di
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.zoo.models import WIDTH
+from tests.zoo.loss_programs import features
+from tests.zoo.models import WIDTH, Classifier
 from tests.zoo.program import SGD_MOMENTUM, Program, Run
 
 VOCABULARY, LENGTH, SAMPLES = 96, 12, 24
@@ -154,7 +157,7 @@ def t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH, num_layers=2, num_heads=4, dropout_rate=0.0,
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH, num_layers=3, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
@@ -194,6 +197,66 @@ def trained(
     return lambda: Run(module=kind(make_model), fit={"train_dataloaders": batches(columns())})
 
 
+def with_adapters(model: Any, **settings: Any) -> Any:
+    """The model as peft wraps it; matrices of rank 64 are large enough for 8-bit states."""
+    import peft
+
+    with warnings.catch_warnings():  # peft asks transformers by a name that is to go
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(model, peft.LoraConfig(r=WIDTH, init_lora_weights=False, **settings))
+
+
+def lora() -> Any:
+    return with_adapters(llama(), target_modules=["q_proj", "down_proj"])
+
+
+def lora_with_the_switch_on() -> Any:
+    """peft and transformers make the output of the frozen embeddings require gradients."""
+    return with_adapters(llama_with_its_switch_on(), target_modules=["q_proj", "down_proj"])
+
+
+def classifier_with_a_new_head() -> Any:
+    """Of BERT only adapters and the head are trained and saved."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(BertConfig(**BERT, num_labels=4))
+    return with_adapters(model, target_modules=["query"], modules_to_save=["classifier"])
+
+
+def labelled_text() -> Mapping[str, Tensor]:
+    ids, mask = text()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.arange(SAMPLES) % 4}
+
+
+class WithMetrics(Classifier):
+    """Metrics are updated in both steps, and logged as objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+        metrics = MetricCollection([MulticlassAccuracy(4), MulticlassF1Score(4)])
+        self.in_training = metrics.clone(prefix="train_")
+        self.in_validation = metrics.clone(prefix="val_")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.in_training.update(logits.detach(), y)
+        self.log_dict(self.in_training, on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.in_validation.update(self(x), y)
+        self.log_dict(self.in_validation)
+
+
+def with_metrics() -> Run:
+    return Run(module=WithMetrics(), fit={"train_dataloaders": features(), "val_dataloaders": features(20)})
+
+
 def llama_with_its_switch_on() -> Any:
     model = llama()
     model.activation_checkpointing_enable()
@@ -213,6 +276,39 @@ PROGRAMS = (
         make=trained(llama, whole_text),
         blocks=("model.model.layers.[12]",),
     ),
+    Program(
+        name="a Llama and padded text",
+        make=trained(llama, padded_text),
+        settings={"loss_weight": "next-tokens"},
+        blocks=("model.model.layers.*",),
+    ),
+    # A sample's first token is in its labels, but nothing predicts it.
+    Program(
+        name="a Llama and padded text, weighed by all tokens",
+        make=trained(llama, padded_text),
+        settings={"loss_weight": "tokens"},
+        blocks=("model.model.layers.*",),
+        not_sliced="With loss_weight='next-tokens' they do not differ",
+    ),
+    Program(
+        name="a Mixtral and its router",
+        make=trained(mixtral, whole_text),
+        blocks=("model.model.layers.*",),
+        not_sliced="MixtralForCausalLM adds its router's auxiliary loss (aux_loss, router_aux_loss_coef=0.001)",
+    ),
+    Program(name="LoRA on a Llama", make=trained(lora, whole_text), blocks=("model.base_model.model.model.layers.*",)),
+    Program(
+        name="LoRA on a Llama whose switch is on",
+        make=trained(lora_with_the_switch_on, whole_text),
+        blocks=("model.base_model.model.model.layers.*",),
+        recomputed_anyway=True,
+    ),
+    Program(
+        name="LoRA on a BERT with a new head",
+        make=trained(classifier_with_a_new_head, labelled_text),
+        blocks=("model.base_model.model.bert.encoder.layer.*",),
+    ),
+    Program(name="metrics as objects", make=with_metrics),
     Program(
         name="a GPT-2 and instructions",
         make=trained(gpt2, instructions),
