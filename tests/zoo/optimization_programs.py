@@ -184,6 +184,10 @@ class Recomputing(Classifier):
         return logits
 
 
+class RecomputingByHand(ByHand, Recomputing):
+    """Checkpoints itself under manual optimization."""
+
+
 class Unfreezing(Classifier):
     """Unfreezes its first block after the first epoch."""
 
@@ -249,6 +253,12 @@ PROGRAMS = (
     Program(name="a penalty of the weights", make=of(Penalised)),
     Program(name="skips around blocks", make=of(Deep)),
     Program(name="a model that checkpoints itself", make=of(Recomputing), recomputed_anyway=True),
+    Program(
+        name="a model that checkpoints itself by hand",
+        make=of(RecomputingByHand),
+        recomputed_anyway=True,
+        not_sliced="manual optimization",
+    ),
     Program(name="gradients clipped by norm", make=of(Classifier), trainer=clipping(0.5, "norm")),
     Program(name="gradients clipped by value", make=of(Classifier), trainer=clipping(0.01, "value")),
     Program(
