@@ -30,7 +30,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _CHECKPOINTING_WORDS = ("auto", "none", "blocks")
 _FUNCTIONS = ("split_batch", "worst_batch")
-_LOSS_WEIGHT_WORDS = ("samples", "tokens", "sum")
+_LOSS_WEIGHT_WORDS = get_args(plan.LossWeightWord)
 
 
 @dataclass

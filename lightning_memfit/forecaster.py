@@ -27,7 +27,7 @@ from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost, optimizer_step_cost, with_optimizer_step
 from lightning_memfit.predict.variants import Variant
-from lightning_memfit.recorded_steps import Divide, GivenBatch, RecordedSteps
+from lightning_memfit.recorded_steps import Divide, GivenBatch, Recorded, RecordedSteps
 from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.trace.closure_step import trace_closure_step
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
@@ -168,6 +168,19 @@ class Forecaster:
                 self._program, lambda optimizer: (optimizer_facts(optimizer, module), optimizer_words(optimizer))
             )
 
+    def recomputed_anyway(self, candidate: Candidate) -> frozenset[str]:
+        """Qualified names of the modules that the step recomputes by itself under a candidate that recomputes nothing.
+
+        None if the step cannot be traced.
+
+        Raises:
+            ConfigurationError: if what the user set cannot be used.
+        """
+        try:
+            return self._recorded(candidate, self._records.variant_of(candidate)).recomputed
+        except (BatchStructureError, TraceError, NotDerivableError):
+            return frozenset()
+
     def for_batch(self, batch: Any, waiting_batch: Any = None) -> Forecaster:
         """The same for another batch; what is known of the optimizer is shared."""
         other = copy.copy(self)
@@ -244,10 +257,7 @@ class Forecaster:
     def _derived(self, candidate: Candidate) -> Forecast:
         try:
             variant = self._records.variant_of(candidate)
-            with faked_quantisation():
-                recorded = self._records.recorded(
-                    candidate, variant, self._slices_of(candidate), floating_dtype(candidate)
-                )
+            recorded = self._recorded(candidate, variant)
             step = self._step(candidate, recorded.gradients)
         except (BatchStructureError, TraceError) as error:
             raise NotDerivableError(str(error)) from error
@@ -263,6 +273,10 @@ class Forecaster:
             confirmed=False,
             notes=tuple(dict.fromkeys((*recorded.notes, *step.notes))),
         )
+
+    def _recorded(self, candidate: Candidate, variant: Variant) -> Recorded:
+        with faked_quantisation():
+            return self._records.recorded(candidate, variant, self._slices_of(candidate), floating_dtype(candidate))
 
     def _step(self, candidate: Candidate, gradients: _Layouts) -> _OptimizerStep:
         """The optimizer's step, which depends on nothing in front of it but which gradients there are."""

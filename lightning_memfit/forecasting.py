@@ -30,7 +30,7 @@ from lightning_memfit.plan import (
     Precision,
 )
 from lightning_memfit.predict.budget import form_budget
-from lightning_memfit.search.checkpointing import find_repeated_blocks, match_modules
+from lightning_memfit.search.checkpointing import Recomputable, recomputable
 from lightning_memfit.search.levers import TIERS, SearchSpace, search_space
 from lightning_memfit.search.planner import search_plan
 from lightning_memfit.trace.op_probe import OperatorProber
@@ -242,20 +242,29 @@ def device_precisions(device: DeviceSpec) -> tuple[Precision, ...]:
 def _space(
     module: nn.Module, request: PlanRequest, whole: BatchSplit, forecaster: Forecaster, spec: DeviceSpec
 ) -> SearchSpace:
-    asked = request.activation_checkpointing
     facts = forecaster.facts
+    found = _recomputable(module, request, whole, forecaster)
     obstacle = batch_norm_obstacle(module)
     slicing_reason = None if obstacle is None else f"not sliced: {obstacle}"
     return search_space(
         request,
         whole,
-        blocks=find_repeated_blocks(module),
-        matched=match_modules(module, asked) if isinstance(asked, tuple) else (),
+        blocks=found.blocks,
+        matched=found.matched,
+        recomputed_anyway=found.anyway,
         slicing_reason=slicing_reason,
         precisions=device_precisions(spec),
         implementations=facts.implementations,
         states_reason=facts.quantisation_obstacle,
     )
+
+
+def _recomputable(module: nn.Module, request: PlanRequest, whole: BatchSplit, forecaster: Forecaster) -> Recomputable:
+    """What may be recomputed; where that is asked for, a traced step tells what it recomputes by itself."""
+    asked, seen = request.activation_checkpointing, frozenset[str]()
+    if asked != "none":
+        seen = forecaster.recomputed_anyway(Candidate(precision=request.precision or "32-true", split=whole))
+    return recomputable(module, asked, seen)
 
 
 def _checkpointing_request(value: str | Sequence[str]) -> Any:
@@ -297,12 +306,13 @@ def _one_candidate(
 def _candidate(module: nn.Module, batch: Any, request: PlanRequest, forecaster: Forecaster) -> Candidate:
     samples = batch_size_of(batch)
     whole = BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,))
-    asked = request.activation_checkpointing
+    found = _recomputable(module, request, whole, forecaster)
     space = search_space(
         request,
         whole,
-        blocks=find_repeated_blocks(module),
-        matched=match_modules(module, asked) if isinstance(asked, tuple) else (),
+        blocks=found.blocks,
+        matched=found.matched,
+        recomputed_anyway=found.anyway,
         states_reason=forecaster.facts.quantisation_obstacle if request.optimizer_states == "8bit" else None,
     )
     setting = next(setting for tier in TIERS for setting in space.settings(tier))

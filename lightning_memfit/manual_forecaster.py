@@ -66,6 +66,7 @@ class ManualForecaster:
         self._waiting_batch = waiting_batch
         self._rates = rates
         self._forecasts: dict[Candidate, Forecast] = {}
+        self._recomputed: dict[Candidate, frozenset[str]] = {}
 
     def __call__(self, candidate: Candidate) -> Forecast:
         """Trace one candidate.
@@ -111,10 +112,21 @@ class ManualForecaster:
             seen = look_at_optimizers(self._program(None), look)
         return joint_facts([facts for facts, _ in seen]), " + ".join(words for _, words in seen)
 
+    def recomputed_anyway(self, candidate: Candidate) -> frozenset[str]:
+        """Qualified names of the modules that the step recomputes by itself under a candidate that recomputes nothing.
+
+        None if the step cannot be traced.
+        """
+        try:
+            self(candidate)
+        except TraceError:
+            return frozenset()
+        return self._recomputed.get(candidate, frozenset())
+
     def for_batch(self, batch: Any, waiting_batch: Any = None) -> ManualForecaster:
         """The same for another batch; what is known of the optimizers is shared."""
         other = copy.copy(self)
-        other._batch, other._waiting_batch, other._forecasts = batch, waiting_batch, {}
+        other._batch, other._waiting_batch, other._forecasts, other._recomputed = batch, waiting_batch, {}, {}
         return other
 
     def timeline(self, candidate: Candidate) -> Timeline:
@@ -135,6 +147,7 @@ class ManualForecaster:
 
     def _forecast(self, candidate: Candidate) -> Forecast:
         timeline = self.timeline(candidate)
+        self._recomputed[candidate] = frozenset(call.module for call in timeline.calls if call.recomputed)
         probes = Probes(results={}) if self._prober is None else self._prober.probe(timeline.signatures)
         memory = predict_memory(timeline, probes.results)
         batches = timeline.micro_steps

@@ -55,6 +55,10 @@ class OptimizerStatesMeasurement:
     """Why some are kept, in words; empty if none are."""
 
 
+EVALUATION_STEPS = 2
+"""Evaluation steps of a warm-up, if there are as many: the second shows what the first one keeps."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What the memory warm-up measured at the final settings."""
@@ -62,7 +66,13 @@ class Measurement:
     measured_peak_allocated_bytes: int
     """Most bytes of the torch allocator alive at one moment of the profiled training steps."""
     measured_evaluation_peak_bytes: int | None
-    """The same for the evaluation step; ``None`` if the run does not validate."""
+    """The same for the first evaluation steps; ``None`` if the run does not validate, or if they ran out of memory."""
+    evaluation_ran_out: bool = False
+    """Whether the evaluation steps ran out of memory."""
+    evaluation_kept_bytes: int = 0
+    """Bytes per evaluation batch that the module keeps until the end of the evaluation, such as predictions."""
+    evaluation_batches: int | None = None
+    """Batches of one evaluation, over all its loaders; ``None`` if unknown."""
     evaluation_batch: str | None = None
     """Which validation batch that step had, and how it was found, in words."""
     measured_peak_rss_bytes: int | None
@@ -77,6 +87,15 @@ class Measurement:
     """The candidates that were run for their speed, the one taken included; empty if there was no choice."""
     optimizer_states: OptimizerStatesMeasurement | None = None
     """The verified format of the optimizer's states; ``None`` where they are as configured."""
+
+    @property
+    def predicted_evaluation_peak_bytes(self) -> int | None:
+        """What was measured of the first evaluation steps, and what the module keeps of the others."""
+        measured = self.measured_evaluation_peak_bytes
+        if measured is None:
+            return None
+        further = max(0, (self.evaluation_batches or 0) - EVALUATION_STEPS)
+        return measured + self.evaluation_kept_bytes * further
 
     @property
     def measured_peak_bytes(self) -> int:

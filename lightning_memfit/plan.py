@@ -27,6 +27,7 @@ Checkpointing = Literal["none", "blocks", "patterns"]
 OptimizerStates = Literal["as-configured", "8bit"]
 OptimizerImplementation = Literal["as-configured", "single-tensor", "foreach", "fused"]
 Offload = Literal["never", "optimizer", "parameters"]
+LossWeightWord = Literal["samples", "tokens", "next-tokens", "sum"]
 Mode = Literal["apply", "report", "off"]
 OnNoFit = Literal["raise", "skip", "value"]
 Category = Literal[
@@ -62,7 +63,7 @@ class PlanRequest:
     optimizer_implementation: Literal["auto", "as-configured", "single-tensor", "foreach", "fused"] = "auto"
     """Implementation of the optimizer's step."""
     loss_weight: str = "samples"
-    """What a slice's loss is weighted by: ``"samples"``, ``"tokens"``, ``"sum"``, or the user's function by name."""
+    """What a slice's loss is weighted by: a :data:`LossWeightWord`, or the name of the user's function."""
     max_length: int | None = None
     """Longest sequence in tokens that may occur."""
     allow_inexact_slicing: bool = False
@@ -304,15 +305,23 @@ class Forecast:
     """Those of them that activation checkpointing repeats."""
     predicted_step_seconds: float | None = None
     """Wall-clock seconds of one optimizer step; ``None`` where no rates of the device are known."""
+    evaluation_peak_bytes: int | None = None
+    """What an evaluation needs beside this candidate's optimizer states, where the warm-up of another candidate showed
+    that evaluation and not training decides; else ``None``."""
     confirmed: bool = True
     """Whether this very candidate was traced; ``False`` if it was derived from the traces of others."""
     notes: tuple[str, ...] = ()
     """Assumptions made on the way, in words."""
 
     @property
-    def predicted_peak_bytes(self) -> int:
+    def predicted_training_peak_bytes(self) -> int:
         """Raw peak and correction."""
         return self.memory.peak_allocated_bytes + self.correction_bytes
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """That of training, or what an evaluation needs, where that is known to be more."""
+        return max(self.predicted_training_peak_bytes, self.evaluation_peak_bytes or 0)
 
 
 @dataclass(frozen=True, kw_only=True)

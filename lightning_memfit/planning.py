@@ -12,7 +12,7 @@ from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
 from lightning_memfit.observe.random_state import random_state_kept
-from lightning_memfit.plan import Candidate, Forecast, Plan
+from lightning_memfit.plan import Candidate, Forecast, Plan, Precision
 from lightning_memfit.plan_reuse import check_conflicts, conflicts, plan_from_checkpoint
 from lightning_memfit.preparation import Preparation
 from lightning_memfit.search.levers import SearchSpace
@@ -52,9 +52,11 @@ class Planning:
         self.contenders: tuple[Forecast, ...] = ()
         self.corrections: dict[Candidate, int] = {}
         self.was_taken_over = False
+        self._evaluation_bytes: dict[Precision, int] = {}
         self._deadline = deadline
         self._slices_compared = False
         self._recomputation_obstacle: str | None = None
+        self._recomputation_seen = False
         with _planned_lengths(prepared):
             self.prepared = prepared.of_the_more_demanding_batch()
             self._fingerprint = dict(self.prepared.fingerprint())
@@ -122,6 +124,15 @@ class Planning:
         self._recomputation_obstacle = reason
         self.space = self.space.without_recomputation(reason)
 
+    def require_evaluation(self, forecast: Forecast, peak_bytes: int) -> None:
+        """Let the searches that follow count with an evaluation that was measured.
+
+        Args:
+            forecast: of the candidate under which it was.
+            peak_bytes: its peak in bytes, with that candidate's optimizer states.
+        """
+        self._evaluation_bytes[forecast.candidate.precision] = peak_bytes - _states_bytes(forecast)
+
     def is_out_of_time(self) -> bool:
         """Whether planning has used its time."""
         return self._deadline is not None and time.monotonic() >= self._deadline
@@ -148,6 +159,7 @@ class Planning:
     def _found_exact(self) -> Found:
         """What the search finds, slices compared with the whole as soon as the plan or a contender has some."""
         with random_state_kept():
+            self._see_recomputation()
             found = self._found()
             largest = max((_sliced_size(forecast) for forecast in found.contenders), default=0)
             if not largest or self._slices_compared:
@@ -161,6 +173,17 @@ class Planning:
                 return found
             self.space = self._space_given(obstacle)
             return self._found()
+
+    def _see_recomputation(self) -> None:
+        """Take out of what may be recomputed the blocks that a traced step recomputes by itself."""
+        if self._recomputation_seen or not any(option.modules for option in self.space.checkpointing):
+            return
+        self._recomputation_seen = True
+        self.announce("looking for blocks that are recomputed anyway")
+        with _planned_lengths(self.prepared):
+            self.prepared = self.prepared.seen_recomputing()
+        if self.prepared.recomputed:
+            self.space = self._space_given(self._obstacle)
 
     def _obstacle_to_slices_of(self, micro_batch_size: int) -> str | None:
         self.announce("comparing slices with the undivided batch")
@@ -196,6 +219,7 @@ class Planning:
             )
 
     def _space_given(self, obstacle: str | None) -> SearchSpace:
+        self._obstacle = obstacle
         with _planned_lengths(self.prepared):
             space = self.prepared.space(obstacle)
         ruled_out = self._recomputation_obstacle
@@ -210,7 +234,16 @@ class Planning:
         return self._corrected(self.prepared.estimate(candidate))
 
     def _corrected(self, forecast: Forecast) -> Forecast:
-        return replace(forecast, correction_bytes=expected_correction(forecast.candidate, self.corrections))
+        beside_states = self._evaluation_bytes.get(forecast.candidate.precision)
+        return replace(
+            forecast,
+            correction_bytes=expected_correction(forecast.candidate, self.corrections),
+            evaluation_peak_bytes=None if beside_states is None else beside_states + _states_bytes(forecast),
+        )
+
+
+def _states_bytes(forecast: Forecast) -> int:
+    return forecast.memory.by_category.get("optimizer_states", 0)
 
 
 def _sliced_size(forecast: Forecast) -> int:

@@ -103,8 +103,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
                 ``"auto"``: the fastest that fits.
             split_batch: function ``(batch, micro_batch_size) -> [(slice, samples), ...]`` for batches of a structure
                 of their own.
-            loss_weight: what the mean loss of a slice counts: ``"samples"``, ``"tokens"`` (labels other than -100), or
-                a function of the slice; ``"sum"`` where the loss is no mean but a sum over samples.
+            loss_weight: what the mean loss of a slice counts: ``"samples"``, ``"tokens"`` (labels other than -100),
+                ``"next-tokens"`` (of these, the ones behind the first of each sample, as causal language models of
+                transformers predict them), or a function of the slice; ``"sum"`` where the loss is a sum over samples.
             worst_batch: the largest batch that training can meet, or a function that makes it, from nothing or from the
                 first batch; left out, a bounded scan looks for it.
             max_length: longest sequence in tokens that can occur: forecast and proof are those of a batch of that

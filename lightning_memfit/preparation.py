@@ -36,7 +36,7 @@ from lightning_memfit.search.batch_arithmetic import (
     optimizer_steps_per_epoch,
     resolve_loader,
 )
-from lightning_memfit.search.checkpointing import find_repeated_blocks, match_modules
+from lightning_memfit.search.checkpointing import is_compiled, recomputable
 from lightning_memfit.search.levers import SearchSpace, search_space
 from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.trace.op_probe import OperatorProber
@@ -86,6 +86,8 @@ class Preparation:
     """Batches alive at the same time."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
+    recomputed: frozenset[str] = frozenset()
+    """Modules that the step was seen to recompute by itself, once it was looked at."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know about loader and accumulation."""
 
@@ -107,9 +109,13 @@ class Preparation:
             rival=None,
             forecaster=self.forecaster.for_batch(arrived.batch, waiting_batch=self.rival.batch),
         )
-        plain = Candidate(precision=self.request.precision or "32-true", split=self._whole)
+        plain = self._plain
         needs, needs_other = (each.forecast(plain).predicted_peak_bytes for each in (self, other))
         return other if needs_other > needs else replace(self, rival=None)
+
+    def seen_recomputing(self) -> Preparation:
+        """The same, once a step without any lever was traced and it is known what it recomputes by itself."""
+        return replace(self, recomputed=self.forecaster.recomputed_anyway(self._plain))
 
     @property
     def scan_notes(self) -> tuple[str, ...]:
@@ -130,6 +136,10 @@ class Preparation:
             accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
             trainer_facts=trainer_facts_of(self.trainer),
         )
+
+    @property
+    def _plain(self) -> Candidate:
+        return Candidate(precision=self.request.precision or "32-true", split=self._whole)
 
     @property
     def _whole(self) -> BatchSplit:
@@ -190,15 +200,17 @@ class Preparation:
         Raises:
             ConfigurationError: if a pinned lever cannot be had.
         """
-        patterns, facts = self.request.activation_checkpointing, self._optimizer_facts()
+        facts = self._optimizer_facts()
+        found = recomputable(self.module, self.request.activation_checkpointing, self.recomputed)
         mixing_obstacle = None
         if self.trainer.gradient_clip_val and facts.unscales_by_itself:
             mixing_obstacle = "in mixed precision Lightning refuses to clip the gradients of a fused optimizer"
         return search_space(
             self.request,
             self._whole,
-            blocks=find_repeated_blocks(self.module),
-            matched=match_modules(self.module, patterns) if isinstance(patterns, tuple) else (),
+            blocks=found.blocks,
+            matched=found.matched,
+            recomputed_anyway=found.anyway,
             slicing_reason=slicing_obstacle,
             precisions=("32-true",) if mixing_obstacle else device_precisions(self.device),
             precision_reason=mixing_obstacle,
@@ -287,7 +299,7 @@ def prepare(
         ),
         resident_batches=resident_batches,
         scan_is_complete=scanned.complete,
-        notes=(*_notes(trainer, loader, loader_plan), *_not_arrived(arrived), *_rough_rates(rates)),
+        notes=(*_notes(trainer, loader, loader_plan), *_not_arrived(arrived), *_rough_rates(rates), *_compiled(module)),
     )
 
 
@@ -356,6 +368,17 @@ def _rough_rates(rates: DeviceRates) -> tuple[str, ...]:
     return (
         f"the device's rates were measured while other processes held it up (disturbance {rates.noise:.0%}): predicted "
         "seconds are rough, and so is what was chosen by them",
+    )
+
+
+def _compiled(module: Any) -> tuple[str, ...]:
+    names = [name or type(module).__name__ for name, part in module.named_modules() if is_compiled(part)]
+    if not names:
+        return ()
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"compiled by torch.compile: {shown}. The forecast is that of the same code uncompiled, and the warm-up "
+        "measures the compiled one; compiled modules are not recomputed",
     )
 
 

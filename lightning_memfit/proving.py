@@ -72,6 +72,7 @@ class Proving:
         """
         budget = self._prepared.budget
         failed: list[Failed] = []
+        evaluated: Measurement | None = None
         for attempt in range(MAX_ATTEMPTS):
             measurement, mismatch = self._warm_up(plan.forecast)
             if mismatch is not None:
@@ -81,22 +82,35 @@ class Proving:
                 corrected = replace(plan.forecast, correction_bytes=verdict.correction_bytes)
                 self._planning.corrections[plan.candidate] = verdict.correction_bytes
                 if measurement is not None and verdict.fits:
-                    _check_evaluation(measurement, budget)
-                    return self._settled(replace(plan, forecast=corrected), measurement)
-                failed.append((corrected, measurement))
-                self._pass_over(corrected, verdict.reason)
-                found = "ran out of memory" if measurement is None else "needed more than predicted"
+                    if _evaluation_fits(measurement, budget):
+                        return self._settled(replace(plan, forecast=corrected), measurement)
+                    found, evaluated = self._note_evaluation(plan, measurement), measurement
+                else:
+                    failed.append((corrected, measurement))
+                    self._pass_over(corrected, verdict.reason)
+                    found = "ran out of memory" if measurement is None else "needed more than predicted"
             self._levers.take_off()
             if attempt + 1 < MAX_ATTEMPTS:
-                plan = self._plan_again(failed)
+                plan = self._plan_again(failed, evaluated)
                 self._levers.put_on(plan.candidate)
                 report(plan, found)
-        raise self._nothing_stands(failed)
+        raise self._nothing_stands(failed) if evaluated is None else _evaluation_does_not_fit(evaluated, budget)
 
-    def _plan_again(self, failed: Sequence[Failed]) -> Plan:
+    def _note_evaluation(self, plan: Plan, measurement: Measurement) -> str:
+        """Count with the evaluation in further plans, whose optimizer states may leave it room."""
+        budget = self._prepared.budget
+        # Where it ran out of memory no number is known, only that it is more than the budget.
+        needed = measurement.predicted_evaluation_peak_bytes or budget.budget_bytes + 1
+        self._planning.require_evaluation(plan.forecast, needed)
+        self._pass_over(plan.forecast, _evaluation_words(measurement))
+        return "found that evaluation does not fit beside the optimizer's states"
+
+    def _plan_again(self, failed: Sequence[Failed], evaluated: Measurement | None) -> Plan:
         try:
             plan = self._planning.search()
         except NoFeasiblePlanError as error:
+            if evaluated is not None:
+                raise _evaluation_does_not_fit(evaluated, self._prepared.budget) from error
             if not failed:
                 raise
             raise self._nothing_stands(failed) from error
@@ -205,6 +219,7 @@ class Proving:
                 timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
                 verify_states=verify,
                 validation_loader=None if self._validation is None else self._validation.dataloader_idx,
+                validation_batches=None if self._validation is None else self._validation.epoch_batches,
             )
         except CheckpointError as error:
             if not candidate.checkpointed_modules:
@@ -265,18 +280,35 @@ def _spare_bytes(budget: Budget, forecast: Forecast) -> int:
 
 
 def _evaluation_fits(measurement: Measurement, budget: Budget) -> bool:
-    return (measurement.measured_evaluation_peak_bytes or 0) <= budget.budget_bytes
+    return (
+        not measurement.evaluation_ran_out and (measurement.predicted_evaluation_peak_bytes or 0) <= budget.budget_bytes
+    )
 
 
-def _check_evaluation(measurement: Measurement, budget: Budget) -> None:
-    if _evaluation_fits(measurement, budget):
-        return
-    peak, of = measurement.measured_evaluation_peak_bytes or 0, measurement.evaluation_batch or "its batch"
-    raise NoFeasiblePlanError(
-        f"Training fits the budget of {format_bytes(budget.budget_bytes)}, but one evaluation step needs "
-        f"{format_bytes(peak)} (measured, allocated), {format_bytes(peak - budget.budget_bytes)} too much, for {of}. "
-        "MemFit does not divide evaluation batches: make the validation loader's batch smaller, or set "
-        f'budget="{-(-peak // MIB)}MiB" or more.',
+def _evaluation_words(measurement: Measurement) -> str:
+    """What an evaluation needs, in words."""
+    if measurement.predicted_evaluation_peak_bytes is None:
+        return "an evaluation step ran out of memory"
+    measured = f"{format_bytes(measurement.measured_evaluation_peak_bytes or 0)} (measured, allocated)"
+    if not measurement.evaluation_kept_bytes or not measurement.evaluation_batches:
+        return f"one evaluation step needs {measured}"
+    return (
+        f"an evaluation needs {format_bytes(measurement.predicted_evaluation_peak_bytes)} (predicted): its first steps "
+        f"{measured}, and the module keeps {format_bytes(measurement.evaluation_kept_bytes)} of each of "
+        f"{measurement.evaluation_batches} batches, such as predictions"
+    )
+
+
+def _evaluation_does_not_fit(measurement: Measurement, budget: Budget) -> NoFeasiblePlanError:
+    peak, of = measurement.predicted_evaluation_peak_bytes, measurement.evaluation_batch or "its batch"
+    missing = "" if peak is None else f", {format_bytes(peak - budget.budget_bytes)} too much"
+    way_out = "make the validation loader's batch smaller"
+    if measurement.evaluation_kept_bytes:
+        way_out += ", keep what you need of each batch on the host (.cpu()), or as running sums"
+    enough = "" if peak is None else f', or set budget="{-(-peak // MIB)}MiB" or more'
+    return NoFeasiblePlanError(
+        f"Training fits the budget of {format_bytes(budget.budget_bytes)}, but {_evaluation_words(measurement)}"
+        f"{missing}, for {of}. MemFit does not divide evaluation batches: {way_out}{enough}.",
         budget_bytes=budget.budget_bytes,
-        best_peak_bytes=peak,
+        best_peak_bytes=budget.budget_bytes + 1 if peak is None else peak,
     )

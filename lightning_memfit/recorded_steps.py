@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_memfit.apply.model_switches import switch_models
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.errors import BatchStructureError, TraceError
 from lightning_memfit.plan import BatchSplit, Candidate, Precision, balanced_slices
@@ -83,6 +85,8 @@ class Recorded(NamedTuple):
     """How gradients lie when the optimizer steps."""
     notes: tuple[str, ...]
     """Assumptions made while recording and probing."""
+    recomputed: frozenset[str]
+    """Qualified names of the modules that the program itself recomputes."""
     seconds: VariantSeconds | None
     """Tells how long variants take; ``None`` where no rates are known."""
 
@@ -150,7 +154,7 @@ class RecordedSteps:
         for sizes in self._choices(candidate.precision, variant):
             found = self._record(candidate.precision, sizes, program, floating)
             if not isinstance(found, str) and found.variants.has_caches and variant.recomputed:
-                # Blocks that are not recomputed do get theirs: it holds what autograd holds of them anyway.
+                # Without those of the other blocks too: the models leave them out, or what they hold autograd holds.
                 found = self._record(candidate.precision, sizes, program, floating, without_caches=True)
             reason = found if isinstance(found, str) else found.variants.size_obstacle(variant)
             if isinstance(found, str) or reason is not None:
@@ -194,22 +198,25 @@ class RecordedSteps:
     def _recorded_now(
         self, sizes: tuple[int, ...], program: StepProgram, floating: torch.dtype | None, without_caches: bool
     ) -> Recorded:
-        record = record_window(
-            program,
-            self._given.batch,
-            slices_of=lambda batch: [self._given.slice_of(batch, size) for size in sizes],
-            samples=sizes,
-            blocks=self._blocks,
-            without_caches=without_caches,
-            resident_batches=self._given.resident_batches,
-            waiting_batch=self._given.waiting_batch,
-            collect_signatures=self._prober is not None,
-            floating=floating,
-        )
+        with ExitStack() as levers:
+            if without_caches:
+                levers.callback(switch_models(program.module, self._blocks))
+            record = record_window(
+                program,
+                self._given.batch,
+                slices_of=lambda batch: [self._given.slice_of(batch, size) for size in sizes],
+                samples=sizes,
+                blocks=self._blocks,
+                without_caches=without_caches,
+                resident_batches=self._given.resident_batches,
+                waiting_batch=self._given.waiting_batch,
+                collect_signatures=self._prober is not None,
+                floating=floating,
+            )
         probes = Probes(results={}) if self._prober is None else self._prober.probe(record.signatures)
         variants = StepVariants(record, probes.results)
         notes = (*record.notes, *probes.notes)
-        return Recorded(variants, record.layouts, notes, self._seconds_of(variants))
+        return Recorded(variants, record.layouts, notes, record.recomputed, self._seconds_of(variants))
 
     def _seconds_of(self, variants: StepVariants) -> VariantSeconds | None:
         if self._rates is None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memfit.apply.micro_batches import unsliceable_reason
+from lightning_memfit.apply.slicing import LOSS_WEIGHT_WORDS
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import join_outputs
 from lightning_memfit.errors import BatchStructureError, first_line, is_out_of_memory
 from lightning_memfit.plan import balanced_slices
 from lightning_memfit.trace.training_step import program_of
-from lightning_memfit.validate.splittable import batch_norm_obstacle, check_splittable, gradient_hook_obstacle
+from lightning_memfit.validate.splittable import (
+    SplitVerdict,
+    batch_norm_obstacle,
+    check_splittable,
+    gradient_hook_obstacle,
+)
 
 _COMPARED_PAIRS = 8
 
@@ -88,18 +94,7 @@ class SliceGuard:
 
     def _compare_halves_of(self, batch: Any, samples: int, *, gradients: bool = False) -> str | None:
         try:
-            verdict = check_splittable(
-                module=self.module,
-                batch=batch,
-                split_by_sizes=self.functions.divide,
-                training_step=program_of(self.module).compute_loss,
-                weights=self.functions.weight_of,
-                join=join_outputs,
-                batch_size=self.functions.samples_of(batch),
-                compared_samples=samples,
-                sums=self.functions.loss_weight == "sum",
-                gradients=gradients,
-            )
+            verdict = self._verdict(batch, samples, self.functions, gradients=gradients)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -108,7 +103,35 @@ class SliceGuard:
                 f"not sliced: the comparison of slices raised {type(error).__name__}: {first_line(error)}. "
                 "allow_inexact_slicing=True slices it all the same."
             )
-        return None if verdict.exact else f"not sliced: {verdict.reason}"
+        return None if verdict.exact else f"not sliced: {verdict.reason}{self._other_weight(batch, samples, gradients)}"
+
+    def _other_weight(self, batch: Any, samples: int, gradients: bool) -> str:
+        """Which other word for the weight would be exact, in words that can be added to a sentence."""
+        for word in LOSS_WEIGHT_WORDS:
+            try:
+                other = replace(self.functions, loss_weight=word)
+                if word == self.functions.loss_weight:
+                    continue
+                if self._verdict(batch, samples, other, gradients=gradients).exact:
+                    return f" With loss_weight={word!r} they do not differ."
+            except Exception as error:  # the batch has no labels, or the step ran out of memory
+                if is_out_of_memory(error):
+                    return ""
+        return ""
+
+    def _verdict(self, batch: Any, samples: int, functions: BatchFunctions, *, gradients: bool) -> SplitVerdict:
+        return check_splittable(
+            module=self.module,
+            batch=batch,
+            split_by_sizes=functions.divide,
+            training_step=program_of(self.module).compute_loss,
+            weights=functions.weight_of,
+            join=join_outputs,
+            batch_size=functions.samples_of(batch),
+            compared_samples=samples,
+            sums=functions.loss_weight == "sum",
+            gradients=gradients,
+        )
 
     def _structure_obstacle(self) -> str | None:
         try:

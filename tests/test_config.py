@@ -68,7 +68,8 @@ def test_values_given_are_kept() -> None:
         (
             "loss_weight",
             "pixels",
-            "'samples', 'tokens', 'sum', or the import path of a function, 'my_package.my_module.my_function'",
+            "'samples', 'tokens', 'next-tokens', 'sum', or the import path of a function, "
+            "'my_package.my_module.my_function'",
         ),
     ],
 )

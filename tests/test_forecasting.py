@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, TraceError
 from lightning_memfit.forecaster import Forecaster, autocast_context, checkpointed
@@ -265,3 +267,60 @@ def test_checkpointed_is_undone_when_the_body_raises() -> None:
         assert "forward" in vars(module.blocks[0])
         raise KeyError
     assert "forward" not in vars(module.blocks[0])
+
+
+class Recomputing(Lit):
+    """Calls torch's own function around its blocks, which cannot be seen without a trace."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = batch["x"]
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(hidden), batch["y"])
+
+
+class Switched(Lit):
+    """Recomputes by a switch, as models of transformers and diffusers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.gradient_checkpointing = True
+            block.forward = types.MethodType(_recomputing_forward, block)
+
+
+def _recomputing_forward(block: nn.Module, hidden: Tensor) -> Tensor:
+    return checkpoint(type(block).forward, block, hidden, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Recomputing, Switched])
+@pytest.mark.parametrize("asked", ["auto", "blocks", ("blocks.*",)])
+def test_blocks_that_the_model_recomputes_are_not_recomputed_twice(kind: type[Lit], asked: Any) -> None:
+    plan = make_plan(
+        kind(), batch_of(16), effective_batch_size=16, activation_checkpointing=asked, probe_operators=False
+    )
+    assert plan.candidate.checkpointed_modules == ()
+    modules = "3 modules (blocks.0, blocks.1, blocks.2)"
+    note = f"the model recomputes activations of {modules} by itself: that is left as it is"
+    assert any(each.startswith(note) for each in plan.notes)
+    (choice,) = [choice for choice in plan.choices if choice.lever == "activation_checkpointing"]
+    assert choice.reason == f"the model itself recomputes {modules}"
+    assert plan.forecast.recomputed_flops
+    without = make_plan(
+        kind(), batch_of(16), effective_batch_size=16, activation_checkpointing="none", probe_operators=False
+    )
+    assert without.forecast.memory == plan.forecast.memory
+
+
+def test_the_users_own_switch_stays_on_where_nothing_is_to_be_recomputed_by_memfit() -> None:
+    plan = make_plan(
+        Switched(), batch_of(16), effective_batch_size=16, activation_checkpointing="none", probe_operators=False
+    )
+    (choice,) = [choice for choice in plan.choices if choice.lever == "activation_checkpointing"]
+    assert choice.value == "none" and choice.reason.startswith("as given; the model itself recomputes ")
+    assert any("by itself: that is left as it is and part of the forecast" in note for note in plan.notes)
+
+
+def test_a_forecast_with_blocks_recomputes_nothing_twice() -> None:
+    asked = forecast(Recomputing(), batch_of(16), activation_checkpointing="blocks", probe_operators=False)
+    assert asked == forecast(Recomputing(), batch_of(16), probe_operators=False)

@@ -20,12 +20,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from lightning_memfit.apply.model_switches import switch_models
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
+from lightning_memfit.key_value_caches import is_cache, tokens_held
 from lightning_memfit.search.checkpointing import (
     closest_names,
     is_compiled,
     reason_not_checkpointable,
-    recomputes_already,
+    without_recomputing,
 )
 from lightning_memfit.undo import Undo
 
@@ -58,12 +60,14 @@ def checkpoint_modules(module: nn.Module, names: Sequence[str]) -> Undo:
         ConfigurationError: if there is no module of that name; nothing is changed then.
         UnsupportedError: if a module is compiled or scripted, or lies in one that is; nothing is changed then.
     """
-    blocks = [block for block in _resolve(module, names) if "forward" not in block.__dict__ or _is_foreign(block)]
-    forwards = [(block, block.__dict__.get("forward")) for block in blocks]
+    blocks = {name: block for name, block in _resolve(module, names).items() if _is_to_be_patched(block)}
+    switch_back = switch_models(module, blocks)
+    forwards = [(block, block.__dict__.get("forward")) for block in blocks.values()]
     for block, instance_forward in forwards:
         block.__dict__["forward"] = CheckpointedForward(block, instance_forward)
 
     def undo() -> None:
+        switch_back()
         while forwards:
             block, instance_forward = forwards.pop()
             if instance_forward is None:
@@ -96,7 +100,8 @@ class CheckpointedForward:
         """Run the module's own ``forward``."""
         if not (torch.is_grad_enabled() and self._requires_grad((args, kwargs))):
             return self._original()(*args, **kwargs)
-        kwargs = {key: self._without_cache(key, value) for key, value in kwargs.items()}
+        args = tuple(self._without_cache(f"number {place}", value) for place, value in enumerate(args, 1))
+        kwargs = {key: self._without_cache(repr(key), value) for key, value in kwargs.items()}
         # Values of keyword arguments travel as positional ones: torch frees those after the backward, and no name can
         # collide with an argument of torch's own function.
         run = functools.partial(_call_with_keywords, self._original(), tuple(kwargs))
@@ -119,19 +124,20 @@ class CheckpointedForward:
             return True
         return any(tensor.requires_grad for tensor in _tensors_in(inputs))
 
-    def _without_cache(self, key: str, value: Any) -> Any:
-        """``None`` in place of an empty key/value cache of transformers: recomputing would append to it again.
+    def _without_cache(self, argument: str, value: Any) -> Any:
+        """``None`` for a key/value cache that holds nothing of this block: recomputing would append to it again.
 
-        Transformers does the same when it recomputes layers itself; training never reads the cache.
+        Transformers does the same when it recomputes layers itself; training never reads the cache. Most caches do not
+        come here: see :func:`~lightning_memfit.apply.model_switches.switch_models`.
         """
-        if not callable(getattr(value, "get_seq_length", None)):
+        if not is_cache(value):
             return value
-        held = int(value.get_seq_length())
+        held = tokens_held(value, self.block)
         if held:
             raise UnsupportedError(
-                f"activation_checkpointing of a {type(self.block).__name__}: its argument {key!r} is a key/value cache "
-                f"that holds {held} tokens, and recomputing would append to it a second time. Turn the cache off for "
-                "training (use_cache=False), or set activation_checkpointing='none'."
+                f"activation_checkpointing of a {type(self.block).__name__}: its argument {argument} is a key/value "
+                f"cache that holds {held} tokens, and recomputing would append to it a second time. Turn the cache off "
+                "for training (use_cache=False), or set activation_checkpointing='none'."
             )
         return None
 
@@ -213,15 +219,15 @@ class _Recomputation:
             holder[key] = buffer
 
 
-def _resolve(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Look the modules up, each once, without those that recompute already.
+def _resolve(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Look the modules up by their names, each once, without those that recompute already.
 
     Raises:
         ConfigurationError: if there is no module of that name.
         UnsupportedError: if one is compiled or scripted, or lies in one that is.
     """
     named = dict(module.named_modules(remove_duplicate=False))
-    blocks: dict[int, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name in names:
         if name not in named:
             close = closest_names(name, module)
@@ -238,9 +244,9 @@ def _resolve(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
                 f"activation_checkpointing of {name!r} cannot be switched on: {reason}. Leave it out of "
                 "activation_checkpointing, or compile after MemFit has been applied."
             )
-        if not any(recomputes_already(outer) for outer in (module, *around, named[name])):
-            blocks[id(named[name])] = named[name]
-    return list(blocks.values())
+        if all(named[name] is not other for other in blocks.values()):
+            blocks[name] = named[name]
+    return {name: blocks[name] for name in without_recomputing(module, tuple(blocks))}
 
 
 def _reason_around(around: Iterable[nn.Module]) -> str | None:
@@ -249,8 +255,8 @@ def _reason_around(around: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def _is_foreign(block: nn.Module) -> bool:
-    return not isinstance(block.__dict__["forward"], CheckpointedForward)
+def _is_to_be_patched(block: nn.Module) -> bool:
+    return not isinstance(block.__dict__.get("forward"), CheckpointedForward)
 
 
 def _call_with_keywords(forward: Callable[..., Any], keywords: tuple[str, ...], *values: Any) -> Any:

@@ -283,12 +283,13 @@ def scan_validation_batches(
         loaders = combined(source, loader, "sequential")
     members = list(loaders.flattened)
     looks = [_look_at(trainer, source, member, starts=1 if move is None else 2) for member in members]
-    scans = [
-        scan_of(look, bounds)
-        for look, bounds in zip(looks, _validation_bounds(trainer, members, limits, clock), strict=True)
-    ]
+    all_bounds = _validation_bounds(trainer, members, limits, clock)
+    scans = [scan_of(look, bounds) for look, bounds in zip(looks, all_bounds, strict=True)]
     if mode_of(loaders) == "sequential":
         found = _largest(looks, scans, move)
+        totals = [bounds.total for bounds in all_bounds]
+        if found is not None and None not in totals:
+            found = replace(found, epoch_batches=sum(total for total in totals if total is not None))
     else:
         found = _side_by_side(loaders, looks, scans, move)
     delivered = [look.deliver() for look in looks]

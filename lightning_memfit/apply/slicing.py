@@ -8,22 +8,20 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, users_errors_as
-from lightning_memfit.plan import BatchSplit, balanced_slices
+from lightning_memfit.plan import BatchSplit, LossWeightWord, balanced_slices
 
 SplitBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
 """The user's ``(batch, micro_batch_size) -> pairs of (slice, number of samples)``."""
 LossWeight = str | Callable[[Any], float]
-"""``"samples"``, ``"tokens"``, or what a slice's mean loss counts as a function of the slice; ``"sum"`` for a loss that
-is no mean but a sum over samples."""
-LOSS_WEIGHTS = ("samples", "tokens", "sum")
-"""Its words."""
+"""A :data:`~lightning_memfit.plan.LossWeightWord`, or what a slice's mean loss counts as a function of the slice."""
 
+LOSS_WEIGHT_WORDS: tuple[str, ...] = get_args(LossWeightWord)
 IGNORED_LABEL = -100
 """The label that losses leave out. Source: ``torch.nn.functional.cross_entropy``, ``ignore_index``."""
 
@@ -53,7 +51,8 @@ class BatchDivider:
         Args:
             split: a plan of one slice never divides; else no slice exceeds its largest.
             split_batch: the user's function, in place of dividing every tensor along dimension 0.
-            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"sum"`` or a function of a slice.
+            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"`` (of these, the ones
+                behind the first of each sample), ``"sum"`` or a function of a slice.
 
         Raises:
             ConfigurationError: if ``loss_weight`` is neither a known word nor callable.
@@ -116,10 +115,10 @@ def check_loss_weight(loss_weight: object) -> None:
     Raises:
         ConfigurationError: with the value and what works.
     """
-    if not callable(loss_weight) and loss_weight not in LOSS_WEIGHTS:
+    if not callable(loss_weight) and loss_weight not in LOSS_WEIGHT_WORDS:
         raise ConfigurationError(
-            f"loss_weight={reprlib.repr(loss_weight)} is not known. Choose 'samples', 'tokens', 'sum' (of a loss that "
-            "is a sum over samples), or a function of a slice that returns what its mean loss counts."
+            f"loss_weight={reprlib.repr(loss_weight)} is not known. Choose {', '.join(map(repr, LOSS_WEIGHT_WORDS))}, "
+            "or a function of a slice that returns what its mean loss counts."
         )
 
 
@@ -129,7 +128,9 @@ def weight_of(batch: Any, samples: int, loss_weight: LossWeight) -> float:
     Args:
         batch: the slice.
         samples: samples in it.
-        loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"sum"`` or a function of the slice.
+        loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"`` (of these, the ones behind
+            the first of each sample: causal language models predict them from what is in front), ``"sum"`` or a
+            function of the slice.
 
     Raises:
         ConfigurationError: if tokens cannot be counted, or the function returns something unusable.
@@ -137,7 +138,7 @@ def weight_of(batch: Any, samples: int, loss_weight: LossWeight) -> float:
     if loss_weight in ("samples", "sum"):
         return float(samples)
     if not callable(loss_weight):
-        return float(_labelled_tokens(batch))
+        return float(_labelled_tokens(batch, loss_weight))
     with users_errors_as(ConfigurationError, f"loss_weight= failed for a slice of {samples} samples: "):
         weight = float(loss_weight(batch))
     if not math.isfinite(weight) or weight < 0:
@@ -186,13 +187,14 @@ def divided_by_user(split_batch: SplitBatch, batch: Any, micro_batch_size: int) 
     return checked
 
 
-def _labelled_tokens(batch: Any) -> int:
+def _labelled_tokens(batch: Any, word: str) -> int:
     for name in ("labels", "label"):
         labels = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
         if isinstance(labels, Tensor):
-            return int((labels != IGNORED_LABEL).sum())
+            counted = labels[:, 1:] if word == "next-tokens" and labels.dim() > 1 else labels
+            return int((counted != IGNORED_LABEL).sum())
     found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
     raise ConfigurationError(
-        f"loss_weight='tokens' counts batch['labels'] other than {IGNORED_LABEL}, but the batch has {found} and no "
+        f"loss_weight={word!r} counts batch['labels'] other than {IGNORED_LABEL}, but the batch has {found} and no "
         "tensor 'labels' or 'label'. Pass loss_weight= a function of the batch: what its mean loss counts."
     )

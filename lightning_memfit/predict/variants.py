@@ -93,7 +93,7 @@ class StepVariants:
 
     @property
     def has_caches(self) -> bool:
-        """Whether blocks were given empty key/value caches, which they are not given where they are recomputed."""
+        """Whether blocks were given key/value caches, which they are not given where they are recomputed."""
         return any(plan.call.has_cache for plan in self._plans)
 
     def obstacle(self, variant: Variant) -> str | None:

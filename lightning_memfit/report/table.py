@@ -259,10 +259,17 @@ def _comparison(plan: Plan, measurement: Measurement) -> Table:
     raw = "allocated peak, training" + (", raw" if correction else "")
     table.add_row(raw, *_against(memory.peak_allocated_bytes, training))
     if correction:
-        table.add_row("allocated peak, training, corrected", *_against(plan.forecast.predicted_peak_bytes, training))
+        table.add_row(
+            "allocated peak, training, corrected", *_against(plan.forecast.predicted_training_peak_bytes, training)
+        )
     evaluation = measurement.measured_evaluation_peak_bytes
     if evaluation is not None:
         table.add_row("allocated peak, evaluation", *_against(None, evaluation))
+    if measurement.evaluation_kept_bytes and measurement.evaluation_batches:
+        table.add_row(
+            f"allocated peak, after {measurement.evaluation_batches} evaluation batches",
+            format_bytes(measurement.predicted_evaluation_peak_bytes or 0), "-", "", "",
+        )  # fmt: skip
     rss = measurement.measured_peak_rss_bytes
     if rss is not None:
         table.add_row("process RSS peak", *_against(None, rss))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,15 +32,67 @@ def find_repeated_blocks(module: nn.Module) -> tuple[str, ...]:
 
     Left out are members without parameters, members that torch.nn computes in a single step (a lone ``Linear``: there
     is nothing between its input and its output to recompute; an ``nn.LSTM`` is kept, its gates are what fills memory),
-    compiled and scripted ones, and those that recompute their activations already.
+    compiled and scripted ones, and those that recompute their activations already, or parts of theirs.
 
     >>> find_repeated_blocks(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))))
     ('0', '1')
     """
-    taken: dict[int, str] = {}
-    _collect(module, "", taken, set())
-    order = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    return tuple(sorted(taken.values(), key=order.index))
+    return without_recomputing(module, _repeated_blocks(module))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputable:
+    """What checkpointing may choose from. Qualified names."""
+
+    blocks: tuple[str, ...]
+    """Repeated blocks."""
+    matched: tuple[str, ...]
+    """Modules that the user's patterns match."""
+    anyway: tuple[str, ...]
+    """Repeated blocks and matched modules that the model recomputes by itself; they are in neither of the others."""
+
+
+def recomputable(module: nn.Module, asked: str | tuple[str, ...], seen: Collection[str] = ()) -> Recomputable:
+    """What may be recomputed, without what is recomputed anyway.
+
+    Args:
+        module: the root of the qualified names.
+        asked: a word, or the user's patterns.
+        seen: qualified names of modules that a step without MemFit was seen to recompute.
+
+    Raises:
+        ConfigurationError: if a pattern matches no module, or only containers that are never called.
+    """
+    repeated = _repeated_blocks(module)
+    matched = match_modules(module, asked) if isinstance(asked, tuple) else ()
+    free = without_recomputing(module, tuple(dict.fromkeys((*repeated, *matched))), seen)
+    named = dict(module.named_modules(remove_duplicate=False))
+    taken = [name for name in dict.fromkeys((*repeated, *matched)) if name not in free]
+    return Recomputable(
+        blocks=tuple(name for name in repeated if name in free),
+        matched=tuple(name for name in matched if name in free),
+        # Of layers with a switch of their own, the model may have been told to recompute every n-th.
+        anyway=tuple(name for name in taken if getattr(named[name], "gradient_checkpointing", None) is not False),
+    )
+
+
+def without_recomputing(module: nn.Module, names: Sequence[str], seen: Collection[str] = ()) -> tuple[str, ...]:
+    """Those of some modules that nobody recomputes yet: neither whole, nor in part, nor as part of another.
+
+    Args:
+        module: the root of the qualified names.
+        names: qualified names of modules.
+        seen: qualified names of modules that a step without MemFit was seen to recompute.
+    """
+    named = dict(module.named_modules(remove_duplicate=False))
+
+    def is_recomputed(name: str) -> bool:
+        around = (module, *(named[outer] for outer in _ancestors(name)))
+        if any(recomputes_already(part) for part in (*around, *named[name].modules())):
+            return True
+        return any(part == name or part.startswith(f"{name}.") for part in seen)
+
+    return tuple(name for name in names if not is_recomputed(name))
 
 
 def match_modules(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -92,14 +145,21 @@ def recomputes_already(module: nn.Module) -> bool:
 
     Recognised are ``gradient_checkpointing = True`` (transformers and diffusers, on a block or on the model around it)
     and torch's ``CheckpointWrapper``. A ``forward`` that calls ``torch.utils.checkpoint`` itself cannot be seen from
-    outside; recomputing around it gives the same gradients and costs one more forward.
+    outside; a trace of the step sees it.
     """
     return getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
 
 
+def _repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    taken: dict[int, str] = {}
+    _collect(module, "", taken, set())
+    order = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    return tuple(sorted(taken.values(), key=order.index))
+
+
 def _collect(module: nn.Module, prefix: str, taken: dict[int, str], visited: set[int]) -> None:
     """Add the repeated blocks below ``module`` to ``taken`` (name by identity), outermost first."""
-    if id(module) in visited or id(module) in taken or recomputes_already(module) or is_compiled(module):
+    if id(module) in visited or id(module) in taken or is_compiled(module):
         return
     visited.add(id(module))
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -135,7 +195,7 @@ def _members(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
 def _is_block(member: nn.Module) -> bool:
     if next(member.parameters(), None) is None or _is_single_step(member):
         return False
-    return not recomputes_already(member) and reason_not_checkpointable(member) is None
+    return reason_not_checkpointable(member) is None
 
 
 def _is_single_step(member: nn.Module) -> bool:

@@ -61,6 +61,8 @@ class SearchSpace:
     """Formats of the optimizer's states."""
     optimizer_implementations: tuple[OptimizerImplementation, ...] = ("as-configured",)
     """Implementations of the optimizer's step; quantised states have one of their own."""
+    recomputed_anyway: tuple[str, ...] = ()
+    """Qualified names of the blocks that the model recomputes by itself; they are not recomputed a second time."""
     precision_reason: str | None = None
     """Why there is only one precision, if it is not the device."""
     slicing_reason: str | None = None
@@ -133,6 +135,7 @@ def search_space(
     *,
     blocks: tuple[str, ...],
     matched: tuple[str, ...] = (),
+    recomputed_anyway: tuple[str, ...] = (),
     slicing_reason: str | None = None,
     precisions: tuple[Precision, ...] = ("32-true",),
     precision_reason: str | None = None,
@@ -147,7 +150,8 @@ def search_space(
         request: what the user asked for.
         whole: the effective batch with one slice per Lightning batch.
         blocks: repeated blocks found in the module.
-        matched: modules that the user's patterns match.
+        matched: modules that the user's patterns match, without those that are recomputed anyway.
+        recomputed_anyway: blocks that the model recomputes by itself.
         slicing_reason: why the batch may not be sliced; ``None`` if it may.
         precisions: what ``precision="auto"`` may choose from, what a plain Trainer does first.
         precision_reason: why there is only one, if it is not the device.
@@ -173,7 +177,8 @@ def search_space(
     return SearchSpace(
         precisions=precisions if request.precision is None else (request.precision,),
         whole=whole,
-        checkpointing=_checkpointing_options(request, blocks, matched),
+        checkpointing=_checkpointing_options(request, blocks, matched, recomputed_anyway),
+        recomputed_anyway=recomputed_anyway,
         num_slices=counts,
         optimizer_states=_states(request, states_reason),
         optimizer_implementations=("as-configured", *implementations) if asked == "auto" else (asked,),
@@ -237,16 +242,18 @@ def _distinct_counts(samples: int) -> tuple[int, ...]:
 
 
 def _checkpointing_options(
-    request: PlanRequest, blocks: tuple[str, ...], matched: tuple[str, ...]
+    request: PlanRequest, blocks: tuple[str, ...], matched: tuple[str, ...], recomputed_anyway: tuple[str, ...]
 ) -> tuple[CheckpointingOption, ...]:
     none = CheckpointingOption(kind="none")
     every_block = CheckpointingOption(kind="blocks", modules=blocks)
     asked = request.activation_checkpointing
-    if isinstance(asked, tuple):
+    if isinstance(asked, tuple) and matched:
         return (CheckpointingOption(kind="patterns", modules=matched),)
-    if asked == "none":
+    if asked == "none" or isinstance(asked, tuple):
         return (none,)
     if asked == "blocks":
+        if not blocks and recomputed_anyway:
+            return (none,)
         if not blocks:
             raise ConfigurationError(
                 "activation_checkpointing='blocks' found no repeated blocks: no ModuleList or Sequential of the model "

@@ -13,7 +13,7 @@ from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, Plan, PlanRequest
 from lightning_memfit.report.no_fit import no_fit_message
 from lightning_memfit.search.levers import TIERS, SearchSpace, Setting
-from lightning_memfit.search.reasons import choices_of, reason_passed_over
+from lightning_memfit.search.reasons import choices_of, note_on_recomputation, reason_passed_over
 
 Evaluate = Callable[[Candidate], Forecast]
 
@@ -98,6 +98,8 @@ def search_plan(
         )
         for other in others
     ]
+    if space.recomputed_anyway:
+        notes = (*notes, note_on_recomputation(space.recomputed_anyway))
     if search.cut_short:
         notes = (*notes, f"planning time was up: {search.cut_short} settings of the levers were not looked at")
     plan = Plan(

@@ -104,6 +104,9 @@ def _checkpointing_choice(
             reason = "as given"
         elif len(space.checkpointing) == 1:
             reason = space.checkpointing_reason or "no repeated blocks found"
+        if space.recomputed_anyway and len(space.checkpointing) == 1:
+            blocks = f"the model itself recomputes {_modules(space.recomputed_anyway)}"
+            reason = f"as given; {blocks}" if request.activation_checkpointing == "none" else blocks
         return Choice(lever="activation_checkpointing", value="none", reason=reason)
     if request.activation_checkpointing != "auto":
         reason = "as given"
@@ -117,8 +120,20 @@ def _checkpointing_choice(
     if chosen.flops and chosen.recomputed_flops is not None:
         share = chosen.recomputed_flops / max(1, chosen.flops - chosen.recomputed_flops)
         reason += f"; costs {share:.0%} more FLOPs"
-    value = f"{len(candidate.checkpointed_modules)} modules ({_abbreviated(candidate.checkpointed_modules)})"
+    value = _modules(candidate.checkpointed_modules)
     return Choice(lever="activation_checkpointing", value=value, reason=reason)
+
+
+def note_on_recomputation(names: tuple[str, ...]) -> str:
+    """What the user should know of blocks that the model recomputes by itself."""
+    return (
+        f"the model recomputes activations of {_modules(names)} by itself: that is left as it is and part of the "
+        "forecast, and MemFit does not recompute them a second time"
+    )
+
+
+def _modules(names: tuple[str, ...]) -> str:
+    return f"{len(names)} module{'' if len(names) == 1 else 's'} ({_abbreviated(names)})"
 
 
 def _abbreviated(names: tuple[str, ...]) -> str:

@@ -4,7 +4,8 @@ Adapter for names that are patched for the duration of a trace: ``torch.get_rng_
 (activation checkpointing keeps a generator state per call, a tensor that only real runs would allocate), torch's list
 of types for which gradient clipping takes its multi-tensor path, and transformers' test for fake tensors (with which
 its models take another branch than in training). It also reads ``torch._C._current_autograd_node``,
-``UntypedStorage._cdata`` and the frames that called an operator.
+``UntypedStorage._cdata`` and the frames that called an operator, and calls
+``torch._meta_registrations._create_grouped_mm_output_tensor``.
 """
 
 from __future__ import annotations
@@ -47,9 +48,30 @@ _IN_PLACE_IN_BACKWARD = frozenset(
         _aten.scatter_add.default,
     }
 )
+_GROUPED_PRODUCT = _aten._grouped_mm.default
 _PRODUCTS = frozenset({_aten.bmm.default, _aten.mm.default})
 _AROUND_DISPATCH = ("_dynamo/eval_frame.py", "torch/_compile.py")  # files in which torch wraps a mode's function
 _CALLERS_COMPARED = 3
+
+
+def called_as_on_cpu(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator on fakes with the dtypes that the CPU's own kernel takes.
+
+    The products of grouped experts (``torch.nn.functional.grouped_mm``): fakes take ``bfloat16`` alone, as CUDA does.
+    Source: torch/_meta_registrations.py, ``_meta_grouped_mm_common``; torch 2.13.
+    """
+    if func is _GROUPED_PRODUCT and args[0].dtype is not torch.bfloat16:
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
+
+    product: torch.Tensor = _create_grouped_mm_output_tensor(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
+    return product
 
 
 def as_on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:

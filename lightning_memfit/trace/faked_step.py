@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import TraceError
 from lightning_memfit.observe.snapshot import take_snapshot
+from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.converted_fakes import fakes_in
@@ -37,7 +38,8 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
     try:
         with (
             _old_objects_at_rest(),
-            _failures_unlogged(),
+            uncompiled(),
+            _nothing_logged(),
             redirect_stdout(io.StringIO()),
             _untouched(module),
             faked(module, fakes),
@@ -51,14 +53,20 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
 
 
 @contextmanager
-def _failures_unlogged() -> Iterator[None]:
-    """Nothing is logged of operators that fail on fakes: what is raised says it, and the real step may be another."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+def _nothing_logged() -> Iterator[None]:
+    """Nothing is logged of operators that fail on fakes, or of what transformers leaves out where it recomputes.
+
+    What is raised says it, and the real step may be another.
+    """
+    torchs, transformers = logging.getLogger("torch._subclasses.fake_tensor"), logging.getLogger("transformers")
+    before = torchs.disabled, transformers.level
+    torchs.disabled = True
+    transformers.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.disabled = before
+        torchs.disabled = before[0]
+        transformers.setLevel(before[1])
 
 
 @contextmanager
@@ -207,14 +215,20 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     """Put every submodule's attributes back at the end; tensors are not copied, since fakes stand in for them."""
     with take_snapshot(module, tensors_in="nowhere"), unlogged(module):
         for part in module.modules():
-            if _is_metric(part):
+            if _is_of_torchmetrics(part, "Metric"):
                 vars(part).update(update=_ignore, compute=_ignore, forward=_ignore)
+            elif _is_of_torchmetrics(part, "MetricCollection"):  # compares the states of its metrics
+                vars(part).update(update=_ignore, compute=_no_values, forward=_no_values)
         yield
 
 
-def _is_metric(module: nn.Module) -> bool:
-    return any(base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric" for base in type(module).__mro__)
+def _is_of_torchmetrics(module: nn.Module, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _no_values(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {}

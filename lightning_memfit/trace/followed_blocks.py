@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memfit.key_value_caches import is_cache, tokens_held
 from lightning_memfit.trace.saved_tensors import SavedTensorTracer
 from lightning_memfit.trace.step_record import BlockCall, BufferCopy
 from lightning_memfit.trace.tensors import tensors_in
@@ -36,7 +37,7 @@ class FollowedBlocks:
         tracer: counts events and marks.
         module: the root of the qualified names.
         names: qualified names of the modules.
-        without_caches: give them no empty key/value caches, as checkpointing does.
+        without_caches: give them no key/value caches that hold nothing of them, as checkpointing does.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class FollowedBlocks:
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*given, *block.parameters())):
             return forward(*args, **kwargs)
         tracer, position = self._tracer, len(self.calls)
-        caches = [name for name, value in kwargs.items() if _is_empty_cache(value)]
         if self._without_caches:
-            kwargs = {name: None if name in caches else value for name, value in kwargs.items()}
+            args = tuple(None if _is_unused_cache(value, block) else value for value in args)
+            kwargs = {name: None if _is_unused_cache(value, block) else value for name, value in kwargs.items()}
         started = BlockCall(
             module=name,
             micro_step=tracer.micro_step,
@@ -82,7 +83,7 @@ class FollowedBlocks:
             end_mark=len(tracer.marks),
             inputs=tracer.storages_of(given),
             buffers=(),
-            has_cache=bool(caches) and not self._without_caches,
+            has_cache=any(is_cache(value) for value in (*args, *kwargs.values())),
         )
         self.calls.append(started)
         buffers = [(part, buffer, buffer._version) for part, buffer in _buffers(block)]
@@ -126,10 +127,8 @@ class _FollowedForward:
         return self._blocks.call(self._name, self._block, self._forward, args, kwargs)
 
 
-def _is_empty_cache(value: Any) -> bool:
-    """Whether an argument is a key/value cache of transformers that holds nothing yet."""
-    length = getattr(value, "get_seq_length", None)
-    return callable(length) and not int(length())
+def _is_unused_cache(value: Any, block: nn.Module) -> bool:
+    return is_cache(value) and not tokens_held(value, block)
 
 
 def _replaced(now: Sequence[torch.Tensor], index: int, buffer: torch.Tensor) -> bool:

@@ -59,9 +59,16 @@ def _recurrent_backward_flops(*args: Any, **kwargs: Any) -> int:
     return 2 * _recurrent_flops(*args, **kwargs)
 
 
+def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    # Every row of each group meets the columns of its own matrix, or of its part of the columns.
+    groups = left.shape[0] if (left.dim(), right.dim()) == (3, 2) else 1
+    return int(2 * left.numel() // groups * right.shape[-1])
+
+
 _OWN_FLOPS: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten._grouped_mm: _grouped_flops,
     _aten.convolution_backward: _convolution_backward_flops,
     _aten.mkldnn_rnn_layer: _recurrent_flops,
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,

@@ -52,7 +52,7 @@ def record_window(
         slices_of: the one or two slices of the batch that are followed; they may be of different sizes and overlap.
         samples: samples in each of them.
         blocks: qualified names of the modules that could be recomputed.
-        without_caches: give those modules no empty key/value caches, as recomputing them does.
+        without_caches: give those modules no key/value caches, as recomputing them does.
         resident_batches: batches alive at the same time (2 where the loop prefetches one).
         waiting_batch: one of the others, where it is not like ``batch``.
         collect_signatures: keep the distinct operator calls for probing.
@@ -101,6 +101,7 @@ def record_window(
                 rng_state_bytes=torch.get_rng_state().numel(),
                 signatures=tuple(tracer.signatures),
                 num_parameters=sum(parameter.numel() for parameter in parameters),
+                recomputed=frozenset(call.module for call in tracer.calls if call.recomputed),
                 notes=notes_of(tracer),
             )
 

@@ -12,6 +12,7 @@ from lightning_memfit.batch_tree import map_tensors, tensors_of
 from lightning_memfit.errors import TraceError
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.snapshot import take_snapshot
+from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.trace.step_program import StepProgram, Unobserved, run_window
@@ -97,7 +98,7 @@ def _check_dtype(module: torch.nn.Module, floating: torch.dtype) -> None:
 
 def _peak(program: StepProgram, batch: Any, part: Any, repeats: int, zero_gradients_early: bool) -> int:
     module = program.module
-    with take_snapshot(module), unlogged(module):
+    with take_snapshot(module), unlogged(module), uncompiled():
         for parameter in module.parameters():
             parameter.grad = None
         optimizer = program.make_optimizer()

@@ -66,7 +66,7 @@ class BlockCall(NamedTuple):
     buffers: tuple[BufferCopy, ...]
     """Buffers that checkpointing would copy."""
     has_cache: bool
-    """Whether it was given an empty key/value cache, which a recomputed call is not given."""
+    """Whether it was given a key/value cache, which a recomputed call is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,5 +103,7 @@ class StepRecord:
     """The distinct operator calls, for probing; empty if not collected."""
     num_parameters: int
     """Distinct parameter elements of the module, tied ones counted once."""
+    recomputed: frozenset[str] = frozenset()
+    """Qualified names of the modules that the program itself calls a second time, in the backward."""
     notes: tuple[str, ...] = ()
     """Assumptions made while recording, in words."""

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memfit.plan import Category, Phase
-from lightning_memfit.trace.cpu_rules import ResultsInPlace, as_on_cpu
+from lightning_memfit.trace.cpu_rules import ResultsInPlace, as_on_cpu, called_as_on_cpu
 from lightning_memfit.trace.known_values import KnownValues
 from lightning_memfit.trace.operator_work import flops_of, inner_calls_of
 from lightning_memfit.trace.tensors import tensors_in
@@ -171,7 +171,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._answer_scalar(args[0])
         if func.namespace in _NOT_COMPUTING:
             return func(*args, **kwargs)
-        out = self._run(func, args, kwargs) if self._recording else func(*args, **kwargs)
+        out = self._run(func, args, kwargs) if self._recording else called_as_on_cpu(func, args, kwargs)
         if self.phase != "optimizer_step":
             self.known.follow(func, args, kwargs, out)
         return out
@@ -188,7 +188,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         signature = self._signature(func, args, kwargs) if self._collect_signatures else None
         target = self._written_into(func, args, in_backward=in_backward and not recomputing)
         read = tuple(tensors_in((args, kwargs)))
-        out = as_on_cpu(func, args, func(*args, **kwargs))
+        out = as_on_cpu(func, args, called_as_on_cpu(func, args, kwargs))
         self._in_place.note(func, out)
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops

@@ -18,8 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_memfit.batch_tree import batch_size_of, detach_tensors, join_outputs
 from lightning_memfit.errors import BatchStructureError
 from lightning_memfit.observe.snapshot import take_snapshot
+from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.validate.gradient_sketch import GradientSketch, differing_gradient, sketch_gradients
+from lightning_memfit.validate.router_losses import RouterLosses
 from lightning_memfit.validate.warmup import silenced
 
 _SAMPLES = 4
@@ -174,7 +176,10 @@ class _Comparison:
     def _of_losses(self, *, evaluating: bool) -> tuple[SplitVerdict, list[Any]]:
         """The verdict in one mode, and what the parts returned; undecided where a repeat gives another loss."""
         whole = self.whole
-        ran = self._run([whole, whole, *self.parts], evaluating=evaluating)
+        with RouterLosses() as routers:
+            ran = self._run([whole, whole, *self.parts], evaluating=evaluating)
+        if routers.found is not None:
+            return _inexact(routers.found), []
         first, _, *of_slices = (each.output for each in ran)
         losses = [_loss_of(each.output) for each in ran]
         if any(loss is None for loss in losses):
@@ -205,8 +210,6 @@ class _Comparison:
             why = "no mean over samples (or its weight is another: see loss_weight)"
             if self.sums:
                 why = "no sum over samples, as loss_weight='sum' says"
-            elif abs(reference - math.fsum(of_parts)) <= tolerance:
-                why = "a sum over samples: loss_weight='sum' slices it exactly"
             return _inexact(
                 f"The loss of {whole.samples} samples is {reference:.7g}, {what} is {joined:.7g}: the loss is {why}"
             ), []
@@ -235,6 +238,7 @@ class _Comparison:
         with (
             take_snapshot(self.module, extra_roots=batches),
             _unseen(self.module),
+            uncompiled(),
             torch.autocast("cpu", enabled=False),
         ):
             if evaluating:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.errors import UnsupportedError, is_out_of_memory
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.grown_states import let_states_grow
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
@@ -52,8 +52,9 @@ def run_warmup(
     timed_seconds: float = 0.0,
     verify_states: Callable[[Any], OptimizerStatesMeasurement] | None = None,
     validation_loader: int | None = None,
+    validation_batches: int | None = None,
 ) -> Measurement:
-    """Run real optimizer steps and one evaluation step, measure them, and put everything back.
+    """Run real optimizer steps and evaluation steps, measure them, and put everything back.
 
     Called where everything is final: in a callback's ``on_sanity_check_start``, or in ``on_train_start`` if no sanity
     check runs. Every Lightning batch of a window is ``batch``. The module's own hooks run as in training, since its
@@ -79,6 +80,8 @@ def run_warmup(
         verify_states: looks at the states of the optimizers after the steps.
         validation_loader: which of several validation loaders that are read one after another the batch is from, which
             Lightning then tells the step; ``None`` if there is one.
+        validation_batches: batches of one evaluation, over all loaders; ``None`` if unknown. With more than one, a
+            second step shows what the module keeps of the first.
 
     Returns:
         What was measured. The seconds are those of the fastest step without the profiler. The snapshot is in none of
@@ -120,12 +123,10 @@ def run_warmup(
             if verify_states is not None and any(run.gave_loss):
                 states = verify_states(trainer.optimizers)
             seconds = run.time(batch, untouched, timed_seconds)
-        evaluation_meter = None
+        evaluation = _Evaluation()
         if validation_batch is not None:
-            evaluation_meter = run.evaluate(validation_batch, meter, beside)
-    measurement = _measurement(
-        training_meter, evaluation_meter, seconds, num_profiled_steps if any(run.gave_loss) else 0
-    )
+            evaluation = run.evaluate(validation_batch, meter, beside, validation_batches)
+    measurement = _measurement(training_meter, evaluation, seconds, num_profiled_steps if any(run.gave_loss) else 0)
     peak = measurement.measured_peak_allocated_bytes - sum(run.left_behind)
     return replace(measurement, measured_peak_allocated_bytes=peak, optimizer_states=states)
 
@@ -187,6 +188,16 @@ def silenced(trainer: Any) -> Iterator[None]:
         yield
     finally:
         trainer.callbacks, trainer.loggers, trainer.profiler = callbacks, loggers, profiler
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """What was seen of the evaluation steps; nothing if there were none."""
+
+    meter: Meter | None = None
+    kept_bytes: int = 0
+    num_batches: int | None = None
+    ran_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,31 +287,46 @@ class _WarmUp:
         self._hook("on_train_batch_end", output, batch, index)
         trainer._logger_connector.on_batch_end()
 
-    def evaluate(self, batch: Any, meter: Callable[[int], Meter], beside: int) -> Meter:
-        """Run one evaluation step as the validation loop does inside an epoch: gradients are gone, states exist."""
+    def evaluate(self, batch: Any, meter: Callable[[int], Meter], beside: int, num_batches: int | None) -> _Evaluation:
+        """Run evaluation steps as the validation loop does inside an epoch: gradients are gone, states exist."""
         self._hook("on_validation_model_zero_grad")
         running = meter(beside + storage_bytes(reachable_tensors([self.module, *self.trainer.optimizers, batch])))
         self.trainer.validating = True
-        with running, torch.no_grad():
-            self._evaluation_step(batch)
-        return running
+        kept = 0
+        try:
+            with _reusable(batch) as untouched, running, torch.no_grad():
+                self._evaluation_begins()
+                self._evaluation_step(batch, 0)
+                if num_batches != 1:
+                    untouched.restore()
+                    before = storage_bytes(reachable_tensors([self.module]))
+                    self._evaluation_step(batch, 1)
+                    kept = max(0, storage_bytes(reachable_tensors([self.module])) - before)
+                self.trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return _Evaluation(ran_out=True, num_batches=num_batches)
+        return _Evaluation(meter=running, kept_bytes=kept, num_batches=num_batches)
 
-    def _evaluation_step(self, batch: Any) -> None:
+    def _evaluation_begins(self) -> None:
         trainer, val_loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
         trainer._logger_connector.epoch_end_reached()
         val_loop._on_evaluation_model_eval()
         self._hook("on_validation_start")
         self._hook("on_validation_epoch_start")
+
+    def _evaluation_step(self, batch: Any, batch_idx: int) -> None:
+        trainer, val_loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
         batch = self._to_device(batch, self.validation_loader or 0)
         index = self.validation_loader
-        kwargs = val_loop._build_kwargs(batch, 0, index)
+        kwargs = val_loop._build_kwargs(batch, batch_idx, index)
         trainer._logger_connector.on_batch_start(batch, index)
         self._hook("on_validation_batch_start", *kwargs.values())
         arguments = val_loop._build_step_args_from_hook_kwargs(kwargs, "validation_step")
         output = self.call._call_strategy_hook(trainer, "validation_step", *arguments)
         self._hook("on_validation_batch_end", output, *kwargs.values())
         trainer._logger_connector.on_batch_end()
-        val_loop._on_evaluation_model_train()
 
     def _to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         batch = self.trainer.precision_plugin.convert_input(batch)
@@ -363,12 +389,15 @@ def _drop_gradients(module: Any, optimizers: list[Any]) -> None:
                 parameter.grad = None
 
 
-def _measurement(training: Meter, evaluation: Meter | None, seconds: float, num_steps: int) -> Measurement:
-    resident_sets = [meter.peak_rss_bytes for meter in (training, evaluation) if meter is not None]
+def _measurement(training: Meter, evaluation: _Evaluation, seconds: float, num_steps: int) -> Measurement:
+    resident_sets = [meter.peak_rss_bytes for meter in (training, evaluation.meter) if meter is not None]
     known = [size for size in resident_sets if size is not None]
     return Measurement(
         measured_peak_allocated_bytes=training.peak_allocated_bytes,
-        measured_evaluation_peak_bytes=None if evaluation is None else evaluation.peak_allocated_bytes,
+        measured_evaluation_peak_bytes=None if evaluation.meter is None else evaluation.meter.peak_allocated_bytes,
+        evaluation_ran_out=evaluation.ran_out,
+        evaluation_kept_bytes=evaluation.kept_bytes,
+        evaluation_batches=evaluation.num_batches,
         measured_peak_rss_bytes=max(known, default=None),
         measured_step_seconds=seconds,
         profiled_steps=num_steps,

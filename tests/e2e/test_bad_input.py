@@ -135,8 +135,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "patterns that are numbers": ({"activation_checkpointing": 3}, f"activation_checkpointing=3 {PATTERNS}"),
     "loss weight": (
         {"loss_weight": "token"},
-        "loss_weight='token' is not known. Choose 'samples', 'tokens', 'sum' (of a loss that is a sum over samples), "
-        "or a function of a slice that returns what its mean loss counts.",
+        "loss_weight='token' is not known. Choose 'samples', 'tokens', 'next-tokens', 'sum', or a function of a slice "
+        "that returns what its mean loss counts.",
     ),
     "split function": (
         {"split_batch": 4},

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.search.checkpointing import find_repeated_blocks, match_modules, reason_not_checkpointable
+from lightning_memfit.search.checkpointing import (
+    find_repeated_blocks,
+    match_modules,
+    reason_not_checkpointable,
+    recomputable,
+)
 
 
 class Block(nn.Module):
@@ -134,6 +139,34 @@ def test_blocks_that_recompute_already_are_left_out() -> None:
     model = Model(layers=nn.ModuleList([Block(), Block()]))
     model.gradient_checkpointing = True
     assert find_repeated_blocks(model) == ()
+
+
+def test_what_is_recomputed_anyway_is_told_and_not_chosen() -> None:
+    model = Model(layers=nn.ModuleList([Block(), Block(), Block()]), tail=Block())
+    seen = {"layers.1.linear", "layers", "layers.10", "tail"}  # a part of a block, its list, and others
+    found = recomputable(model, ("tail", "layers.[12]"), seen)
+    assert found.blocks == ("layers.0", "layers.2")
+    assert found.matched == ("layers.2",)
+    assert found.anyway == ("layers.1", "tail")
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+    found = recomputable(model, "auto")
+    assert (found.blocks, found.anyway) == ((), ("layers.0", "layers.1", "layers.2"))
+
+
+def test_a_block_around_one_that_recomputes_is_recomputed_in_part() -> None:
+    model = nn.Sequential(nn.Sequential(Block(), nn.Tanh()), nn.Sequential(Block(), nn.Tanh()))
+    model[0][0].gradient_checkpointing = True
+    found = recomputable(model, ("*",))
+    assert (found.matched, found.anyway) == (("1",), ("0",))
+
+
+def test_of_every_second_layer_the_others_are_neither_recomputed_nor_touched() -> None:
+    model = Model(layers=nn.ModuleList([Block(), Block()]))
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+    for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
+        layer.gradient_checkpointing = index == 0
+    found = recomputable(model, "auto")
+    assert (found.blocks, found.anyway) == ((), ("layers.0",))
 
 
 def test_compiled_and_scripted_blocks_are_left_out_with_a_reason() -> None:

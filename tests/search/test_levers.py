@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +58,14 @@ def test_without_blocks_auto_is_none_and_blocks_is_an_error() -> None:
     assert search_space(PlanRequest(), whole(4), blocks=()).checkpointing == (NONE,)
     with pytest.raises(ConfigurationError, match=r"'blocks' found no repeated blocks.*encoder\.layers\.\*"):
         search_space(PlanRequest(activation_checkpointing="blocks"), whole(4), blocks=())
+
+
+@pytest.mark.parametrize("asked", ["auto", "none", "blocks", ("blocks.*",)])
+def test_where_the_model_recomputes_all_of_it_nothing_is_added(asked: Any) -> None:
+    space = search_space(
+        PlanRequest(activation_checkpointing=asked), whole(4), blocks=(), recomputed_anyway=("blocks.0", "blocks.1")
+    )
+    assert space.checkpointing == (CheckpointingOption(kind="none"),)
 
 
 def test_a_pinned_micro_batch_is_the_only_one() -> None:

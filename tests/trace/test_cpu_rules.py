@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memfit.trace.cpu_rules import _FORMAT_OF_INPUT, ResultsInPlace, as_on_cpu, real_cpu_behaviour
+from lightning_memfit.trace.cpu_rules import (
+    _FORMAT_OF_INPUT,
+    ResultsInPlace,
+    as_on_cpu,
+    called_as_on_cpu,
+    real_cpu_behaviour,
+)
 from lightning_memfit.trace.fake_module import new_fake_mode
 
 _aten = torch.ops.aten
@@ -172,6 +178,33 @@ def test_everything_is_put_back_when_the_body_raises() -> None:
     assert (torch.get_rng_state, torch.set_rng_state) == before[:2]
     assert _foreach_utils._foreach_supported_types is before[2]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sizes",
+    [((12, 8), (3, 8, 16)), ((8, 16), (16, 24)), ((3, 12, 8), (3, 8, 16)), ((3, 8, 16), (16, 24))],
+    ids=["rows", "inner", "batch", "columns"],
+)
+def test_products_of_grouped_experts_are_made_on_fakes_as_on_the_cpu(
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    ends = sizes[1][-1] if len(sizes[0]) == 3 else sizes[0][-1 if len(sizes[1]) == 2 else 0]
+    offsets = None if sizes[0] == (3, 12, 8) else torch.tensor([4, 8, ends])
+    offsets = None if offsets is None else offsets.int()
+    args = (torch.ones(sizes[0], dtype=dtype), torch.ones(sizes[1], dtype=dtype), offsets)
+    real = _aten._grouped_mm.default(*args)
+    mode = new_fake_mode()
+    fakes = tuple(None if each is None else mode.from_tensor(each) for each in args)
+    with mode:
+        fake = called_as_on_cpu(_aten._grouped_mm.default, fakes, {})
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_torch_still_makes_the_outputs_of_grouped_products_in_one_place() -> None:
+    from torch import _meta_registrations
+
+    assert hasattr(_meta_registrations, "_create_grouped_mm_output_tensor"), "change trace/cpu_rules.py"
 
 
 def test_transformers_takes_a_fake_for_a_real_tensor() -> None:

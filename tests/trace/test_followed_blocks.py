@@ -87,7 +87,7 @@ class Cache:
         return self.length
 
 
-def test_an_empty_cache_is_noted_or_not_handed_on_as_where_a_block_is_recomputed() -> None:
+def test_a_cache_is_noted_and_an_empty_one_not_handed_on_where_blocks_are_recomputed() -> None:
     given = []
 
     class Cached(Block):
@@ -96,7 +96,7 @@ def test_an_empty_cache_is_noted_or_not_handed_on_as_where_a_block_is_recomputed
             return super().forward(hidden)
 
     for length, without, noted, handed_on in (
-        (0, False, True, True), (0, True, False, False), (3, False, False, True), (3, True, False, True),
+        (0, False, True, True), (0, True, False, False), (3, False, True, True), (3, True, True, True),
     ):  # fmt: skip
         module, cache = nn.Sequential(Cached()), Cache(length)
         program = program_of(

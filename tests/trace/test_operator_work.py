@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils import flop_counter
 
 from lightning_memfit.trace.fake_module import new_fake_mode
+from lightning_memfit.trace.operator_work import flops_of
 from lightning_memfit.trace.timeline import Operation
 from lightning_memfit.trace.tracer import StepTracer
 
@@ -84,6 +85,20 @@ def test_attention_is_two_products_and_its_backward_five() -> None:
     product = 2 * 3 * 2 * 4 * 4 * 8
     assert one(run, "_scaled_dot_product_flash_attention_for_cpu").flops == 2 * product
     assert one(run, "_scaled_dot_product_flash_attention_for_cpu_backward").flops == 5 * product
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "flops"),
+    [
+        ((12, 8), (3, 8, 16), 2 * 12 * 8 * 16),  # every row meets the matrix of its group
+        ((8, 12), (12, 16), 2 * 8 * 12 * 16),  # every group has its part of the 12
+        ((3, 12, 8), (3, 8, 16), 3 * 2 * 12 * 8 * 16),
+        ((3, 8, 16), (16, 24), 2 * 8 * 16 * 24),  # every group has its part of the 24 columns
+    ],
+)
+def test_each_group_of_experts_meets_its_own_part(left: tuple[int, ...], right: tuple[int, ...], flops: int) -> None:
+    grouped = torch.ops.aten._grouped_mm.default
+    assert flops_of(grouped, (torch.ones(left), torch.ones(right)), {}, None) == flops
 
 
 def test_a_list_counts_its_tensors() -> None:

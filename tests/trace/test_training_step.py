@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_memfit.errors import ConfigurationError, TraceError
 from lightning_memfit.predict.memory import predict_memory
@@ -291,6 +291,27 @@ def test_metrics_neither_count_nor_change() -> None:
     timeline = trace_window(program_of(module), torch.zeros(6, 4))
     assert module.metric.compute() == 5.0
     assert not [e for e in timeline.events if isinstance(e, Operation) and e.module == "metric"]
+
+
+def test_a_collection_of_metrics_is_left_out_too() -> None:
+    """It would compare the states of its metrics, which fakes do not have."""
+
+    class WithCollection(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.collection = MetricCollection({"mean": MeanMetric(), "again": MeanMetric()})
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            self.collection.update(output["loss"])
+            self.log_dict(self.collection(output["loss"]))
+            return output
+
+    module = WithCollection()
+    module.collection.update(torch.tensor(5.0))
+    trace_window(program_of(module), torch.zeros(6, 4))
+    assert module.collection.compute() == {"mean": 5.0, "again": 5.0}
+    assert "update" not in vars(module.collection)
 
 
 def test_a_step_without_a_batch_index_and_one_with_another_name_are_called() -> None:

@@ -67,6 +67,38 @@ def test_one_sample_is_never_sliced_and_so_nothing_runs() -> None:
     assert _check(module, _batch(1)) == SplitVerdict(exact=True, reason="A batch of one sample is never sliced.")
 
 
+class WithRouter(nn.Module):
+    """Returns what models of transformers with experts return."""
+
+    router_aux_loss_coef = 1e-9
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        share = x.softmax(-1)
+        return {"logits": x, "router_logits": (x,), "aux_loss": share.mean(0).square().sum(), "cache": None}
+
+
+def test_a_routers_auxiliary_loss_is_named_however_small_it_is() -> None:
+    module = Classifier(lambda output, y: F.cross_entropy(output["logits"], y), WithRouter())
+    verdict = _check(module)
+    assert not verdict.exact
+    assert verdict.reason == (
+        "WithRouter adds its router's auxiliary loss (aux_loss, router_aux_loss_coef=1e-09), which balances the "
+        "experts over all tokens of the batch, so that slices would change it. allow_inexact_slicing=True slices it "
+        "all the same."
+    )
+    module.net[-1].router_aux_loss_coef = 0.0  # type: ignore[assignment]
+    assert _check(module).exact
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_an_auxiliary_loss_without_a_router_is_compared_like_any_other() -> None:
+    class Deep(WithRouter):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"logits": x, "aux_loss": x.square().mean()}
+
+    assert _check(Classifier(lambda output, y: F.cross_entropy(output["logits"], y) + output["aux_loss"], Deep())).exact
+
+
 def test_a_contrastive_loss_with_negatives_from_the_batch_is_caught() -> None:
     """Reported in dahiyaaneesh/peclr#17, kamalkraj/e5-mistral-7b-instruct#15."""
 
@@ -86,7 +118,7 @@ def test_a_sum_over_samples_is_caught() -> None:
 
     verdict = _check(Classifier(total))
     assert not verdict.exact
-    assert "the loss is a sum over samples: loss_weight='sum' slices it exactly" in verdict.reason
+    assert "no mean over samples" in verdict.reason
     exact = _check(Classifier(total), sums=True)
     assert exact.exact
     assert exact.reason.startswith("The loss of 4 samples equals the sum over slices of 2 and 2 (")

@@ -374,9 +374,10 @@ def test_the_measured_peaks_are_those_worked_out_by_hand(tmp_path: Path) -> None
     assert len(measured.costliest_ops) == 5
 
 
+@pytest.mark.parametrize(("batches", "calls"), [(None, 2), (1, 1), (9, 2)])
 @pytest.mark.parametrize(("loader", "told"), [(1, 1), (0, 0), (None, None)], ids=["second", "first", "only one"])
 def test_the_evaluation_step_is_told_the_loader_of_its_batch_as_lightning_tells_it(
-    loader: int | None, told: int | None
+    loader: int | None, told: int | None, batches: int | None, calls: int
 ) -> None:
     steps: list[int | None] = []
     transfers: list[int] = []
@@ -395,6 +396,7 @@ def test_the_evaluation_step_is_told_the_loader_of_its_batch_as_lightning_tells_
             run_warmup(
                 trainer=trainer, module=pl_module, batch=[torch.ones(4, 256)], validation_batch=[torch.ones(8, 256)],
                 accumulate_grad_batches=1, num_profiled_steps=2, spare_bytes=100 * MIB, validation_loader=loader,
+                validation_batches=batches,
             )  # fmt: skip
 
     trainer = Trainer(
@@ -402,7 +404,7 @@ def test_the_evaluation_step_is_told_the_loader_of_its_batch_as_lightning_tells_
         enable_checkpointing=False, num_sanity_val_steps=0, limit_val_batches=0, callbacks=[Measure()],
     )  # fmt: skip
     _fit_one(trainer, Several())
-    assert steps == [told] and transfers == [loader or 0]
+    assert steps == [told] * calls and transfers == [loader or 0] * calls
 
 
 def test_states_that_exist_already_are_resident_and_gradients_are_not(tmp_path: Path) -> None:

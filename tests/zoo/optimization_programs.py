@@ -105,6 +105,15 @@ class Closures(Classifier):
         optimizer.step(closure=closure)
 
 
+class Compiled(Classifier):
+    """One block is compiled in place, and one is wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].compile(backend="aot_eager")
+        self.blocks[2] = torch.compile(self.blocks[2], backend="aot_eager")
+
+
 class Newtonian(Classifier):
     """An optimizer that runs forward and backward itself, several times per step."""
 
@@ -184,6 +193,10 @@ class Recomputing(Classifier):
         return logits
 
 
+class RecomputingByHand(ByHand, Recomputing):
+    """Checkpoints itself under manual optimization."""
+
+
 class Unfreezing(Classifier):
     """Unfreezes its first block after the first epoch."""
 
@@ -242,13 +255,20 @@ PROGRAMS = (
     # Adam divides by the gradient's size, so that rounding moves weights whose gradient is nearly zero.
     Program(name="Adam with amsgrad", make=of(Amsgrad), not_quantised="amsgrad", sliced_within=1e-4),
     Program(name="ReduceLROnPlateau", make=of(Plateau)),
+    Program(name="compiled blocks", make=of(Compiled), blocks=("blocks.1",)),
     Program(name="frozen parameters", make=of(Frozen)),
     Program(name="unfrozen later", make=of(Unfreezing)),
     Program(name="tied weights", make=of(Tied)),
     Program(name="unused parameters", make=of(Unused)),
     Program(name="a penalty of the weights", make=of(Penalised)),
     Program(name="skips around blocks", make=of(Deep)),
-    Program(name="a model that checkpoints itself", make=of(Recomputing)),
+    Program(name="a model that checkpoints itself", make=of(Recomputing), recomputed_anyway=True),
+    Program(
+        name="a model that checkpoints itself by hand",
+        make=of(RecomputingByHand),
+        recomputed_anyway=True,
+        not_sliced="manual optimization",
+    ),
     Program(name="gradients clipped by norm", make=of(Classifier), trainer=clipping(0.5, "norm")),
     Program(name="gradients clipped by value", make=of(Classifier), trainer=clipping(0.01, "value")),
     Program(

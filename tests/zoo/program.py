@@ -42,6 +42,8 @@ class Program:
     """Why it may not be sliced: a part of the error that a pinned ``micro_batch_size`` raises; ``None`` if it may."""
     blocks: tuple[str, ...] = ("blocks.*",)
     """Patterns of the modules that the checkpointed run recomputes."""
+    recomputed_anyway: bool = False
+    """Whether the blocks recompute themselves, so that they are not recomputed a second time, and that is said."""
     not_quantised: str | None = None
     """Why 8-bit states cannot be had: a part of the error; ``None`` if they can."""
     sliced_within: float = 1e-5
