@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from lightning_memfit.plan import BatchSplit, balanced_slices
 
 SplitBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
 """The user's ``(batch, micro_batch_size) -> pairs of (slice, number of samples)``."""
-LossWeight = str | Callable[[Any], float]
+LossWeight = Literal["samples", "tokens", "sum"] | Callable[[Any], float] | str
 """``"samples"``, ``"tokens"``, or what a slice's mean loss counts as a function of the slice; ``"sum"`` for a loss that
 is no mean but a sum over samples."""
 LOSS_WEIGHTS = ("samples", "tokens", "sum")
