@@ -174,6 +174,27 @@ def as_configured_groups(saved_state: dict[str, Any], original_flags: Sequence[M
     return saved_state if unchanged else {**saved_state, "param_groups": wanted}
 
 
+def without_linked_momentum(saved_state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A saved state of SGD in 8 bits whose groups keep the momentum in ``betas`` alone; any other is the same object.
+
+    The groups have torch's ``momentum`` beside it, for schedules that write it. Saved, it would let torch's SGD load
+    the state and go on without its momentum, and say nothing, since SGD makes a buffer that it does not find anew.
+    Without the name it raises, as torch's other optimizers do for averages that they do not find. Where the state is
+    resumed in 8 bits, ``link_momentum`` puts the name back.
+
+    Args:
+        saved_state: as ``optimizer.state_dict()`` returned it; not changed.
+        optimizer: what it was saved from.
+    """
+    rule = update_rule(optimizer)
+    if not is_bitsandbytes(optimizer) or rule is None or rule.name != "momentum":
+        return saved_state
+    groups = [
+        {name: value for name, value in group.items() if name != "momentum"} for group in saved_state["param_groups"]
+    ]
+    return {**saved_state, "param_groups": groups}
+
+
 class _Adapter:
     """Turns groups and entries of a saved state into what one optimizer loads."""
 
