@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.markup import escape
 
-from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states
+from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states, without_linked_momentum
 from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
 from lightning_memfit.apply.resumed import resumed_checkpoint
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
@@ -230,6 +230,10 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         super().on_save_checkpoint(checkpoint)
         if self._session is not None:
             self._session.keep_out_of(checkpoint)
+        if "optimizer_states" in checkpoint:  # also after a fit, whose optimizer is kept
+            checkpoint["optimizer_states"] = [
+                without_linked_momentum(saved) for saved in checkpoint["optimizer_states"]
+            ]
         if self.plan is not None and self.measured is not None:
             plan_into_checkpoint(checkpoint, self.plan, self.measured)
 

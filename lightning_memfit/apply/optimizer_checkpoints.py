@@ -174,7 +174,7 @@ def as_configured_groups(saved_state: dict[str, Any], original_flags: Sequence[M
     return saved_state if unchanged else {**saved_state, "param_groups": wanted}
 
 
-def without_linked_momentum(saved_state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def without_linked_momentum(saved_state: dict[str, Any]) -> dict[str, Any]:
     """A saved state of SGD in 8 bits whose groups keep the momentum in ``betas`` alone; any other is the same object.
 
     The groups have torch's ``momentum`` beside it, for schedules that write it. Saved, it would let torch's SGD load
@@ -184,15 +184,21 @@ def without_linked_momentum(saved_state: dict[str, Any], optimizer: Optimizer) -
 
     Args:
         saved_state: as ``optimizer.state_dict()`` returned it; not changed.
-        optimizer: what it was saved from.
     """
-    rule = update_rule(optimizer)
-    if not is_bitsandbytes(optimizer) or rule is None or rule.name != "momentum":
+    groups, state = saved_state.get("param_groups", []), saved_state.get("state", {})
+    if not any(_has_linked_momentum(group) for group in groups):
         return saved_state
-    groups = [
-        {name: value for name, value in group.items() if name != "momentum"} for group in saved_state["param_groups"]
+    if not any(_is_entry_of_bitsandbytes(entry) for entry in state.values()):
+        return saved_state
+    written = [
+        {name: value for name, value in group.items() if name != "momentum" or not _has_linked_momentum(group)}
+        for group in groups
     ]
-    return {**saved_state, "param_groups": groups}
+    return {**saved_state, "param_groups": written}
+
+
+def _has_linked_momentum(group: Mapping[str, Any]) -> bool:
+    return "momentum" in group and "betas" in group and bool(group["betas"][0] == group["momentum"])
 
 
 class _Adapter:

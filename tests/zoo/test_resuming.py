@@ -137,6 +137,17 @@ def test_a_checkpoint_of_memfit_is_one_of_a_plain_trainer_and_a_plan_beside(
     assert_same(dict(module.state_dict()), ours["state_dict"], within=0.0)
 
 
+def test_a_checkpoint_of_8_bits_that_is_saved_after_the_fit_is_not_taken_for_torchs_own_either(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    stage, path = stage_of("8-bit states", NAMESPACES[0], tmp_path), tmp_path / "after.ckpt"
+    trainer = stage.trainer(max_steps=INTERRUPTED_AT, max_epochs=-1)
+    stage.fit(trainer, stage.module(), resumable())
+    trainer.save_checkpoint(path)
+    with pytest.raises(KeyError, match="momentum"):
+        resumed("plain", NAMESPACES[0], tmp_path, path)
+    resumed("no-op", NAMESPACES[0], tmp_path, path)
+
+
 def test_a_checkpoint_moves_between_the_packages(shared: Path, tmp_path: Path) -> None:
     for writer, reader in (NAMESPACES, NAMESPACES[::-1]):
         ours = resumed("no-op", reader, tmp_path, written("no-op", writer, shared))
