@@ -196,7 +196,10 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if trainer is not None:
             self._use_namespace_of(trainer)
         module = self.delegate.convert_module(module)
-        if trainer is None or self.is_off or not _is_fitting(trainer) or self._session is not None:
+        if trainer is None or not _is_fitting(trainer) or self._session is not None:
+            return module
+        self.plan = self.measured = None  # those of an earlier fit, perhaps of another model
+        if self.is_off:
             return module
         check_trainer(trainer)
         idle = idle_reason(trainer, module)
@@ -246,7 +249,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             super().teardown()
 
     def _begin(self, trainer: Any, module: Any) -> None:
-        self.plan = self.measured = None
         self._session = session = FitSession(
             trainer,
             module,

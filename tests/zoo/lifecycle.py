@@ -196,7 +196,7 @@ def assert_same(ours: Any, theirs: Any, *, within: float, where: str = "outcome"
     elif isinstance(theirs, Tensor):
         torch.testing.assert_close(ours, theirs, rtol=within, atol=within)
     elif isinstance(theirs, float):
-        assert abs(ours - theirs) <= within * max(1.0, abs(theirs)), f"{where}: {ours} != {theirs}"
+        assert ours == theirs or abs(ours - theirs) <= within * max(1.0, abs(theirs)), f"{where}: {ours} != {theirs}"
     else:
         assert ours == theirs, where
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.zoo.lifecycle import NAMESPACES, WITHIN, Stage, assert_same, files, held_out, outcome, rows, shuffled
+from tests.zoo.lifecycle import NAMESPACES, WITHIN, Stage, assert_same, files, held_out, memfit, outcome, rows, shuffled
 
 pytestmark = [
     pytest.mark.usefixtures("no_probing"),
@@ -126,6 +127,24 @@ def interrupted_by_the_user(stage: Stage) -> Any:
     return first, outcome(trainer, module)
 
 
+def ended_by_an_error(stage: Stage) -> Any:
+    class Fails(stage.part("callbacks.Callback")):  # type: ignore[misc]
+        failed = False
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 1 and not self.failed:
+                self.failed = True
+                raise ZeroDivisionError("the user's own")
+
+    trainer = stage.trainer(callbacks=[Fails()], max_epochs=3, accumulate_grad_batches=3)
+    module = stage.module()
+    with pytest.raises(ZeroDivisionError):
+        stage.fit(trainer, module, shuffled())
+    first = outcome(trainer, module)
+    stage.fit(trainer, module, shuffled())
+    return first, outcome(trainer, module), trainer.accumulate_grad_batches
+
+
 def barebones(stage: Stage) -> Any:
     fixed = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
     trainer = stage.trainer(barebones=True, log_every_n_steps=None, **fixed)
@@ -151,6 +170,7 @@ STORIES: Mapping[str, Callable[[Stage], Any]] = {
     "another model": other_model,
     "a datamodule": module_with_its_own_data,
     "should_stop": interrupted_by_the_user,
+    "an error, and on": ended_by_an_error,
     "barebones": barebones,
     "fast_dev_run": fast_dev_run,
 }
@@ -166,3 +186,39 @@ def test_a_trainers_life_is_the_same_with_memfit(name: str, namespace: str, tmp_
         told[plan] = STORIES[name](Stage(namespace=namespace, folder=folder, plan=plan))
     for plan, within in WITHIN.items():
         assert_same(told[plan], told[None], within=within, where=plan)
+
+
+def test_one_plugin_serves_trainers_of_both_packages_one_after_the_other(tmp_path: Path) -> None:
+    plugin = memfit("sliced and recomputed")
+    for namespace in (*NAMESPACES, NAMESPACES[0]):
+        told = []
+        for plugins in ([], [plugin]):
+            stage = Stage(namespace=namespace, folder=tmp_path, plan=None)
+            trainer, module = stage.trainer(plugins=plugins), stage.module()
+            stage.fit(trainer, module, shuffled())
+            told.append(outcome(trainer, module))
+        assert plugin.measured is not None
+        assert_same(told[1], told[0], within=1e-5)
+
+
+@pytest.mark.parametrize("left_alone", ["manual optimization", "MEMFIT=off"])
+def test_a_run_that_is_left_alone_has_no_plan_of_the_run_before(
+    left_alone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(namespace=NAMESPACES[0], folder=tmp_path, plan="no-op")
+    trainer = stage.trainer(max_epochs=1)
+    stage.fit(trainer, stage.module(), shuffled())
+    plugin = trainer.precision_plugin
+    assert plugin.plan is not None
+
+    by_hand = stage.module()
+    if left_alone == "MEMFIT=off":
+        monkeypatch.setenv("MEMFIT", "off")
+    else:
+        by_hand.automatic_optimization = False
+        by_hand.training_step = lambda batch, batch_idx: None
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(by_hand, shuffled())
+    assert plugin.plan is None and plugin.measured is None
+    trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+    assert "MemFit" not in torch.load(tmp_path / "by_hand.ckpt", weights_only=True)
