@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from lightning_memfit import MemFit
+from lightning_memfit.apply.slicing import LOSS_WEIGHTS
 from tests.zoo.lifecycle import NAMESPACES, assert_same, classifier_of, held_out, shuffled
 from tests.zoo.test_matrix import AS_IT_IS
 
@@ -130,12 +131,12 @@ def test_functions_are_given_by_their_import_path() -> None:
     )
     assert plugin._functions.split_batch is torch.split
     assert plugin._functions.loss_weight is torch.numel
-    assert (
-        plugin_of(f"{PLUGIN}=lightning_memfit.MemFit", f"{PLUGIN}.loss_weight=tokens").request.loss_weight == "tokens"
-    )
+    for word in LOSS_WEIGHTS:
+        by_word = plugin_of(f"{PLUGIN}=lightning_memfit.MemFit", f"{PLUGIN}.loss_weight={word}")
+        assert by_word._functions.loss_weight == word
 
 
-@pytest.mark.parametrize("given", [(), SLICED, (f"{PLUGIN}=lightning_memfit.MemFit", f"{PLUGIN}.loss_weight=tokens")])
+@pytest.mark.parametrize("given", [(), SLICED, (f"{PLUGIN}=lightning_memfit.MemFit", f"{PLUGIN}.loss_weight=sum")])
 def test_the_config_that_is_printed_makes_the_same_plugin(
     given: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +159,7 @@ def test_the_config_that_is_printed_makes_the_same_plugin(
         ("precision=fp8", "precision='fp8'"),
         ("micro_batch_size=0", "micro_batch_size=0"),
         ("activation_checkpointing=[]", "activation_checkpointing=[] must be 'auto', 'none', 'blocks', or patterns"),
-        ("loss_weight=words", "loss_weight='words' is not known. Choose 'samples', 'tokens', or a function"),
+        ("loss_weight=words", "loss_weight='words' is not known. Choose 'samples'"),
         ("plan=nowhere.yaml", "nowhere.yaml"),
         ("offload=always", "offload='always'"),
         ("effective_batch=16", "Option 'effective_batch' is not accepted"),
