@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.markup import escape
 
-from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states
+from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states, without_linked_momentum
 from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
 from lightning_memfit.apply.resumed import resumed_checkpoint
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
@@ -34,6 +34,7 @@ from lightning_memfit.plan import Measurement, Plan, PlanRequest
 from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
 from lightning_memfit.planning import Announce
 from lightning_memfit.preconditions import check_batch_functions, check_settings, check_trainer, idle_reason
+from lightning_memfit.report.hyperparameters import hyperparameters_of, log_hyperparameters
 from lightning_memfit.report.record import write_record
 from lightning_memfit.report.table import render_measurement, render_plan
 from lightning_memfit.units import parse_bytes
@@ -42,6 +43,24 @@ from lightning_memfit.upstream import namespace_of
 OFF_VARIABLE = "MEMFIT"
 
 
+@functools.cache
+def _with_both_bases(cls: Any) -> Any:
+    other = importlib.import_module("pytorch_lightning.plugins.precision").Precision
+    return type(cls.__name__, (cls, other), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _accepted_by_imported_trainers(cls: Any) -> Any:
+    """The class, or a subclass that Trainers of both packages accept, where ``pytorch_lightning`` is imported.
+
+    Lightning checks plugins by class, and ``pytorch_lightning`` has classes of its own. (No ``__new__`` does this: it
+    would hide the parameters of ``__init__`` from ``inspect.signature``, and so from ``LightningCLI``.)
+    """
+    imported = "pytorch_lightning" in sys.modules
+    has_it = any(base.__module__.startswith("pytorch_lightning.") for base in cls.__mro__)
+    return _with_both_bases(cls) if imported and not has_it else cls
+
+
+@_accepted_by_imported_trainers
 class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  # forwards to either package's plugin
     """Fits training into memory under a fixed effective batch.
 
@@ -52,11 +71,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
 
     After planning ``plan`` holds what was chosen; after the warm-up ``measured`` holds what was measured.
     """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> MemFit:
-        """Make an instance that Trainers of ``lightning.pytorch`` and of ``pytorch_lightning`` both accept."""
-        instance: MemFit = super().__new__(_accepted_by_imported_trainers(cls))
-        return instance
 
     def __init__(
         self,
@@ -125,6 +139,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             ConfigurationError: for a value that cannot be used.
             UnsupportedError: for a lever that is not in this release.
         """
+        self.__class__ = _accepted_by_imported_trainers(type(self))  # pytorch_lightning may be imported by now
         self.request = PlanRequest(
             effective_batch_size=effective_batch_size,
             budget=_bytes_or_auto(budget, "budget"),
@@ -182,7 +197,10 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if trainer is not None:
             self._use_namespace_of(trainer)
         module = self.delegate.convert_module(module)
-        if trainer is None or self.is_off or not _is_fitting(trainer) or self._session is not None:
+        if trainer is None or not _is_fitting(trainer) or self._session is not None:
+            return module
+        self.plan = self.measured = None  # those of an earlier fit, perhaps of another model
+        if self.is_off:
             return module
         check_trainer(trainer)
         idle = idle_reason(trainer, module)
@@ -216,6 +234,10 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         super().on_save_checkpoint(checkpoint)
         if self._session is not None:
             self._session.keep_out_of(checkpoint)
+        if "optimizer_states" in checkpoint:  # also after a fit, whose optimizer is kept
+            checkpoint["optimizer_states"] = [
+                without_linked_momentum(saved) for saved in checkpoint["optimizer_states"]
+            ]
         if self.plan is not None and self.measured is not None:
             plan_into_checkpoint(checkpoint, self.plan, self.measured)
 
@@ -228,7 +250,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             super().teardown()
 
     def _begin(self, trainer: Any, module: Any) -> None:
-        self.plan = self.measured = None
         self._session = session = FitSession(
             trainer,
             module,
@@ -268,6 +289,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self.plan, self.measured = session.plan, session.measurement
         assert self.plan is not None and self.measured is not None
         self._record(trainer)
+        for logger, why in log_hyperparameters(trainer, hyperparameters_of(self.plan, self.measured)).items():
+            self._say(f"{logger} did not take the plan as hyperparameters: {why}. The run goes on.")
         if self.verbose:
             render_measurement(self.plan, self.measured)
 
@@ -374,19 +397,6 @@ def _names_or_word(value: str | Sequence[str]) -> Any:
 
 def _is_fitting(trainer: Any) -> bool:
     return getattr(trainer.state.fn, "value", None) == "fit"
-
-
-@functools.cache
-def _with_both_bases(cls: Any) -> Any:
-    other = importlib.import_module("pytorch_lightning.plugins.precision").Precision
-    return type(cls.__name__, (cls, other), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def _accepted_by_imported_trainers(cls: Any) -> Any:
-    """Lightning checks plugins by class, and ``import pytorch_lightning`` has classes of its own."""
-    imported = "pytorch_lightning" in sys.modules
-    has_it = any(base.__module__.startswith("pytorch_lightning.") for base in cls.__mro__)
-    return _with_both_bases(cls) if imported and not has_it else cls
 
 
 def _warm_up_callback(trainer: Any, prove: Callable[[Any], None]) -> Any:

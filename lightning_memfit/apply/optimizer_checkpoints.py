@@ -174,6 +174,33 @@ def as_configured_groups(saved_state: dict[str, Any], original_flags: Sequence[M
     return saved_state if unchanged else {**saved_state, "param_groups": wanted}
 
 
+def without_linked_momentum(saved_state: dict[str, Any]) -> dict[str, Any]:
+    """A saved state of SGD in 8 bits whose groups keep the momentum in ``betas`` alone; any other is the same object.
+
+    The groups have torch's ``momentum`` beside it, for schedules that write it. Saved, it would let torch's SGD load
+    the state and go on without its momentum, and say nothing, since SGD makes a buffer that it does not find anew.
+    Without the name it raises, as torch's other optimizers do for averages that they do not find. Where the state is
+    resumed in 8 bits, ``link_momentum`` puts the name back.
+
+    Args:
+        saved_state: as ``optimizer.state_dict()`` returned it; not changed.
+    """
+    groups, state = saved_state.get("param_groups", []), saved_state.get("state", {})
+    if not any(_has_linked_momentum(group) for group in groups):
+        return saved_state
+    if not any(_is_entry_of_bitsandbytes(entry) for entry in state.values()):
+        return saved_state
+    written = [
+        {name: value for name, value in group.items() if name != "momentum" or not _has_linked_momentum(group)}
+        for group in groups
+    ]
+    return {**saved_state, "param_groups": written}
+
+
+def _has_linked_momentum(group: Mapping[str, Any]) -> bool:
+    return "momentum" in group and "betas" in group and bool(group["betas"][0] == group["momentum"])
+
+
 class _Adapter:
     """Turns groups and entries of a saved state into what one optimizer loads."""
 

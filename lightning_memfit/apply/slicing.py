@@ -18,7 +18,7 @@ from lightning_memfit.plan import BatchSplit, LossWeightWord, balanced_slices
 
 SplitBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
 """The user's ``(batch, micro_batch_size) -> pairs of (slice, number of samples)``."""
-LossWeight = str | Callable[[Any], float]
+LossWeight = LossWeightWord | Callable[[Any], float] | str
 """A :data:`~lightning_memfit.plan.LossWeightWord`, or what a slice's mean loss counts as a function of the slice."""
 
 LOSS_WEIGHT_WORDS: tuple[str, ...] = get_args(LossWeightWord)

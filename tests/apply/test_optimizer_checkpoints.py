@@ -20,6 +20,7 @@ from lightning_memfit.apply.optimizer_checkpoints import (
     as_configured_groups,
     carry_states,
     implementation_flags,
+    without_linked_momentum,
 )
 from lightning_memfit.apply.optimizer_formats import QUANTISED, Moment, dequantised, quantised
 from lightning_memfit.apply.optimizer_swap import swap_optimizer
@@ -514,6 +515,32 @@ def test_carried_states_are_tensors_of_their_own_and_flags_stay(to_8bit: bool) -
     untouched = torch.optim.AdamW(module.parameters())
     carry_states(torch.optim.AdamW(module.parameters()), untouched)
     assert not untouched.state
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
+def test_states_in_8_bits_are_not_taken_for_torchs_own_in_silence(name: str, tmp_path: Path) -> None:
+    module, optimizer = trained(name, in_8bit=True)
+    saved = through_a_file(without_linked_momentum(optimizer.state_dict()), tmp_path)
+    again, plain = fresh(name, module, in_8bit=False)
+    plain.load_state_dict(saved)
+    with pytest.raises(KeyError, match={"SGD": "momentum", "AdamW": "exp_avg", "RMSprop": "square_avg"}[name]):
+        train(again, plain, steps=1)
+    for in_8bit in (True, False):  # while the plugin goes on from them in either form
+        again, optimizer = fresh(name, module, in_8bit=in_8bit)
+        optimizer.load_state_dict(adapt_saved_state(saved, optimizer))
+        train(again, optimizer, steps=1, first=3)
+        if name == "SGD":
+            group = optimizer.param_groups[0]
+            assert (group["betas"][0] if in_8bit else group["momentum"]) == 0.8
+
+
+def test_groups_of_other_optimizers_are_written_as_they_are() -> None:
+    for name, in_8bit in (("SGD", False), ("AdamW", True), ("RMSprop", True)):
+        _, optimizer = trained(name, in_8bit=in_8bit)
+        saved = optimizer.state_dict()
+        assert without_linked_momentum(saved) is saved
+    form_of_its_own = {"weights": 1}
+    assert without_linked_momentum(form_of_its_own) is form_of_its_own
 
 
 # In a Trainer
