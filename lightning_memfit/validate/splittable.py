@@ -22,6 +22,7 @@ from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.validate.gradient_sketch import GradientSketch, differing_gradient, sketch_gradients
 from lightning_memfit.validate.router_losses import RouterLosses
+from lightning_memfit.validate.state_changes import StateMarks, changed_between, mark_state
 from lightning_memfit.validate.warmup import silenced
 
 _SAMPLES = 4
@@ -111,6 +112,9 @@ def check_splittable(
         sums: the loss is a sum over samples, and losses of slices are added.
         gradients: compare the gradient of every parameter, too, in eval mode.
 
+    What the step changes by itself, run after run (a teacher's moving average, a queue, a counter among the buffers),
+    is a difference, too: slices would change it once each.
+
     Ignores: layers that couple the samples of a batch in training mode only, beside dropout (BatchNorm apart), and
     coupling among more samples than are compared only.
     """
@@ -147,6 +151,8 @@ class _Ran(NamedTuple):
 
     output: Any
     gradients: GradientSketch | None
+    state: StateMarks
+    """Of the module, behind it."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,14 @@ class _Comparison:
             ran = self._run([whole, whole, *self.parts], evaluating=evaluating)
         if routers.found is not None:
             return _inexact(routers.found), []
+        # What the first run changes and the second does not is a cache.
+        changed = changed_between(ran[0].state, ran[1].state)
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            return _inexact(
+                f"training_step changes {changed[0]}{more} by itself, as a moving average or a counter does, and would "
+                "do so once for every slice"
+            ), []
         first, _, *of_slices = (each.output for each in ran)
         losses = [_loss_of(each.output) for each in ran]
         if any(loss is None for loss in losses):
@@ -247,9 +261,10 @@ class _Comparison:
 
     def _run_one(self, part: _Part, *, backward: bool) -> _Ran:
         with take_snapshot(None, extra_roots=[part.batch], random_state=False):  # a step may change its batch in place
-            return self._with_gradients(part) if backward else _Ran(_forward(self.training_step, part), None)
+            output, gradients = self._with_gradients(part) if backward else (_forward(self.training_step, part), None)
+            return _Ran(output, gradients, mark_state(self.module))
 
-    def _with_gradients(self, part: _Part) -> _Ran:
+    def _with_gradients(self, part: _Part) -> tuple[Any, GradientSketch | None]:
         parameters = list(self.module.parameters())
         for parameter in parameters:
             parameter.grad = None
@@ -258,9 +273,9 @@ class _Comparison:
                 output = self.training_step(part.batch)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    return _Ran(output, None)
+                    return output, None
                 torch.autograd.backward(loss)
-            return _Ran(detach_tensors(output), sketch_gradients(self.module))
+            return detach_tensors(output), sketch_gradients(self.module)
         finally:
             for parameter in parameters:
                 parameter.grad = None

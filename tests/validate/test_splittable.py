@@ -300,3 +300,62 @@ def test_dropout_is_not_mistaken_for_coupling_while_training() -> None:
     verdict = _check(module)
     assert verdict.exact and not verdict.undecided
     assert all(layer.training for layer in module.modules()), "the modes are as they were"
+
+
+class Changing(Classifier):
+    """Changes its buffers while it runs, in the way that is given."""
+
+    def __init__(self, change: Callable[[Any], None], **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(4, 3).requires_grad_(False)
+        self.teacher.load_state_dict(self.net[0].state_dict())
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.change = change
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.change(self)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        # The teacher begins as a copy of the student, so that the first update changes no value.
+        (lambda module: module.teacher.weight.lerp_(module.net[0].weight, 0.1), "teacher.weight"),
+        (lambda module: module.teacher.bias.data.mul_(0.9), "teacher.bias"),
+        (lambda module: module.register_buffer("queue", module.queue.roll(1, 0)), "queue"),
+        (lambda module: module.count.add_(1), "count"),
+        (lambda module: [module.count.add_(1), module.queue.add_(1)], "queue and 1 more"),
+    ],
+)
+def test_what_the_step_changes_by_itself_would_be_changed_by_every_slice(
+    change: Callable[[Any], None], named: str
+) -> None:
+    """Momentum encoders, queues of negatives, codebooks: BYOL, MoCo, VQ-VAE."""
+    module = Changing(change, queue=torch.arange(6.0), count=torch.tensor(0))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    verdict = _check(module)
+    assert not verdict.exact
+    assert f"training_step changes {named} by itself, as a moving average or a counter does" in verdict.reason
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: None if hasattr(module, "mask") else module.register_buffer("mask", torch.ones(3)),
+        lambda module: module.queue.data.clamp_(0, 3),
+        lambda module: setattr(module, "seen", torch.ones(2)),
+    ],
+    ids=["made once", "already so", "an attribute"],
+)
+def test_caches_and_what_is_already_so_are_no_change(change: Callable[[Any], None]) -> None:
+    assert _check(Changing(change, queue=torch.arange(6.0))).exact
+
+
+def test_layers_that_keep_statistics_of_their_own_are_named() -> None:
+    module = Classifier()
+    module.net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)))
+    assert "net.0.parametrizations.weight.0._u" in _check(module).reason

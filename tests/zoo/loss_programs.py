@@ -60,6 +60,23 @@ class CoupledGradients(Classifier):
         return F.cross_entropy(logits, batch[1]) + len(batch[1]) * (spread - spread.detach())
 
 
+class Taught(Classifier):
+    """A teacher that follows the student by a moving average within training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, 4).requires_grad_(False)
+        self.teacher.load_state_dict(self.head.state_dict())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.blocks(batch[0])
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.head.weight, 0.1)
+        return F.cross_entropy(self.head(hidden), batch[1]) + F.mse_loss(
+            self.head(hidden), self.teacher(hidden).detach()
+        )
+
+
 class WeightedClasses(Classifier):
     """torch divides by the weights of the labels that are there, not by the number of samples."""
 
@@ -167,6 +184,7 @@ PROGRAMS = (
         settings={"loss_weight": "sum"},
         trainer=lambda: {"accumulate_grad_batches": 2},
     ),
+    Program(name="a teacher that follows by itself", make=of(Taught), not_sliced="changes teacher.weight by itself"),
     Program(name="gradients that couple samples", make=of(CoupledGradients), not_sliced="depends on the other samples"),
     Program(name="weighted classes", make=of(WeightedClasses), not_sliced=NO_MEAN),
     Program(name="contrastive", make=of(Contrastive), not_sliced=NO_MEAN),
