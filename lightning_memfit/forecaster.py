@@ -229,7 +229,7 @@ class Forecaster:
                 collect_signatures=self._prober is not None,
                 floating=floating_dtype(candidate),
             )
-        probes = self._probe(timeline.signatures)
+        probes = self.probe(timeline.signatures)
         return Forecast(
             candidate=candidate,
             memory=predict_memory(timeline, probes.results).beside(self.callback_bytes),
@@ -240,7 +240,7 @@ class Forecaster:
         if self._needs_closure:
             return self._traced_with_closure(candidate)
         timeline = self.timeline(candidate)
-        probes = self._probe(timeline.signatures)
+        probes = self.probe(timeline.signatures)
         memory = predict_memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
         derived = self._derived_peaks.get(candidate, memory.peak_allocated_bytes)
         if abs(memory.peak_allocated_bytes - derived) > _AGREEMENT * memory.peak_allocated_bytes:
@@ -289,7 +289,7 @@ class Forecaster:
                     collect_signatures=self._prober is not None,
                     floating=floating_dtype(candidate),
                 )
-            probes = self._probe(step.signatures)
+            probes = self.probe(step.signatures)
             cost = optimizer_step_cost(step, probes.results)
             self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(step), (*step.notes, *probes.notes))
         return self._steps[key]
@@ -309,7 +309,8 @@ class Forecaster:
             return optimizer
         return with_levers(optimizer, self._program.module, optimizer_states=states, implementation=implementation)
 
-    def _probe(self, signatures: Sequence[Signature]) -> Probes:
+    def probe(self, signatures: Sequence[Signature]) -> Probes:
+        """What operators need beside their results; nothing without a prober."""
         return Probes(results={}) if self._prober is None else self._prober.probe(signatures)
 
     def _step_seconds(self, step: Timeline) -> StepSeconds | None:

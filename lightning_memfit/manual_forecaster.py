@@ -6,6 +6,7 @@ Nothing is derived from other candidates' traces: only ``training_step`` knows w
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from lightning_memfit.plan import Candidate, Forecast
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.manual_step import ManualProgram, look_at_optimizers, trace_manual_steps
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
-from lightning_memfit.trace.timeline import Timeline
+from lightning_memfit.trace.timeline import Signature, Timeline
 
 if TYPE_CHECKING:
     from lightning_memfit.hardware.rates import DeviceRates
@@ -145,10 +146,14 @@ class ManualForecaster:
                 floating=floating_dtype(candidate),
             )
 
+    def probe(self, signatures: Sequence[Signature]) -> Probes:
+        """What operators need beside their results; nothing without a prober."""
+        return Probes(results={}) if self._prober is None else self._prober.probe(signatures)
+
     def _forecast(self, candidate: Candidate) -> Forecast:
         timeline = self.timeline(candidate)
         self._recomputed[candidate] = frozenset(call.module for call in timeline.calls if call.recomputed)
-        probes = Probes(results={}) if self._prober is None else self._prober.probe(timeline.signatures)
+        probes = self.probe(timeline.signatures)
         memory = predict_memory(timeline, probes.results)
         batches = timeline.micro_steps
         return Forecast(

@@ -203,10 +203,8 @@ class Candidate:
 
     @property
     def harm_tier(self) -> int:
-        """0: equal up to rounding. 1: quantised optimizer states. 2: offload or ``bf16-true``."""
-        if self.offload != "never" or self.precision == "bf16-true":
-            return 2
-        return 1 if self.optimizer_states == "8bit" else 0
+        """0: equal up to rounding. 1: quantised optimizer states. 2: offload or ``bf16-true``. 3: both of them."""
+        return 2 * (self.offload != "never" or self.precision == "bf16-true") + (self.optimizer_states == "8bit")
 
     @property
     def label(self) -> str:
@@ -305,6 +303,8 @@ class Forecast:
     """Those of them that activation checkpointing repeats."""
     predicted_step_seconds: float | None = None
     """Wall-clock seconds of one optimizer step; ``None`` where no rates of the device are known."""
+    predicted_evaluation_peak_bytes: int | None = None
+    """Peak of the first evaluation steps, raw; ``None`` if the run does not validate, or they could not be traced."""
     evaluation_peak_bytes: int | None = None
     """What an evaluation needs beside this candidate's optimizer states, where the warm-up of another candidate showed
     that evaluation and not training decides; else ``None``."""

@@ -13,6 +13,8 @@ from lightning_memfit.apply.quantised_states import verify_all_quantised
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.contest import Standing, fastest
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, first_line, is_out_of_memory
+from lightning_memfit.evaluation_forecast import predicted_evaluation_peak
+from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Budget, Choice, Forecast, Measurement, PassedOver, Plan
 from lightning_memfit.planning import Planning
 from lightning_memfit.report.no_fit import no_fit_message
@@ -20,7 +22,7 @@ from lightning_memfit.search.reasons import choices_of
 from lightning_memfit.trace.manual_step import MOST_BATCHES
 from lightning_memfit.units import MIB, format_bytes, format_seconds
 from lightning_memfit.validate.verdict import far_below, judge
-from lightning_memfit.validate.warmup import run_warmup, time_steps
+from lightning_memfit.validate.warmup import run_warmup, silenced, time_steps
 
 MAX_ATTEMPTS = 4
 """Warm-ups of one fit: the first plan's, and those of plans made after a measurement above the budget."""
@@ -155,11 +157,19 @@ class Proving:
         if winner.forecast.candidate != plan.candidate:
             plan = self._plan_of(winner, plan)
         self._levers.put_on(plan.candidate)
-        plan = replace(plan, notes=(*plan.notes, *self._levers.notes))
+        plan = replace(plan, forecast=self._with_evaluation(plan.forecast), notes=(*plan.notes, *self._levers.notes))
         if outcome.reason:
             speed = Choice(lever="speed", value=f"{format_seconds(winner.seconds)} per step", reason=outcome.reason)
             plan = replace(plan, choices=(*plan.choices, speed))
         return plan, winner.measurement
+
+    def _with_evaluation(self, forecast: Forecast) -> Forecast:
+        """The forecast with that of the first evaluation steps, which waits for the validation loaders."""
+        if self._validation is None:
+            return forecast
+        with random_state_kept(), silenced(self._prepared.trainer):
+            peak = predicted_evaluation_peak(self._prepared, forecast, self._validation)
+        return replace(forecast, predicted_evaluation_peak_bytes=peak)
 
     def _freed_by(self, standing: Standing, rivals: Sequence[Forecast]) -> list[Forecast]:
         """The next faster candidate, where the measured peak leaves it room that the prediction did not."""

@@ -99,6 +99,8 @@ PLAN = Plan(
         flops=10**15,
         recomputed_flops=10**14,
         predicted_step_seconds=0.25,
+        predicted_evaluation_peak_bytes=77,
+        evaluation_peak_bytes=21,
         confirmed=False,
         notes=("two small steps",),
     ),
@@ -236,7 +238,9 @@ def test_values_are_made_by_keyword_only(cls: type) -> None:
 def test_the_plan_shows_its_candidate_and_split() -> None:
     assert PLAN.candidate is CANDIDATE
     assert PLAN.split is SPLIT
-    assert PLAN.forecast.predicted_peak_bytes == 33  # 36 - 3
+    assert PLAN.forecast.predicted_peak_bytes == 33  # 36 - 3, and more than the 21 of evaluation
+    evaluating = dataclasses.replace(PLAN.forecast, evaluation_peak_bytes=34)
+    assert (evaluating.predicted_peak_bytes, evaluating.predicted_training_peak_bytes) == (34, 33)
     assert PLAN.forecast.memory.bytes_per_parameter == 36 / 7
 
 
@@ -378,10 +382,11 @@ def test_more_slices_than_samples_are_refused(samples: int, slices: int) -> None
         ({"optimizer_states": "8bit"}, 1),
         ({"precision": "bf16-true"}, 2),
         ({"offload": "optimizer"}, 2),
-        ({"offload": "parameters", "optimizer_states": "8bit"}, 2),
+        ({"offload": "parameters", "optimizer_states": "8bit"}, 3),
+        ({"precision": "bf16-true", "optimizer_states": "8bit"}, 3),
     ],
 )
-def test_the_harm_tier_is_that_of_the_most_harmful_lever(changes: dict[str, Any], tier: int) -> None:
+def test_the_harm_tier_grows_with_every_harmful_lever(changes: dict[str, Any], tier: int) -> None:
     assert dataclasses.replace(PLAIN, **changes).harm_tier == tier
 
 

@@ -104,6 +104,8 @@ def forecasts(draw: st.DrawFn) -> Forecast:
         flops=flops,
         recomputed_flops=None if flops is None else draw(st.none() | st.integers(0, flops)),
         predicted_step_seconds=draw(st.none() | SECONDS),
+        predicted_evaluation_peak_bytes=draw(st.none() | BYTES),
+        evaluation_peak_bytes=draw(st.none() | BYTES),
         confirmed=draw(st.booleans()),
         notes=draw(NAMES),
     )

@@ -264,7 +264,8 @@ def _comparison(plan: Plan, measurement: Measurement) -> Table:
         )
     evaluation = measurement.measured_evaluation_peak_bytes
     if evaluation is not None:
-        table.add_row("allocated peak, evaluation", *_against(None, evaluation))
+        predicted = plan.forecast.predicted_evaluation_peak_bytes
+        table.add_row("allocated peak, evaluation", *_against(predicted, evaluation))
     if measurement.evaluation_kept_bytes and measurement.evaluation_batches:
         table.add_row(
             f"allocated peak, after {measurement.evaluation_batches} evaluation batches",

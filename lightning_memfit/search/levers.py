@@ -125,7 +125,7 @@ class SearchSpace:
         )
 
 
-TIERS = (0, 1, 2)
+TIERS = (0, 1, 2, 3)
 """Harm tiers, least harmful first."""
 
 

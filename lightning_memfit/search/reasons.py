@@ -188,12 +188,13 @@ def _zeroing_choice(space: SearchSpace, chosen: Forecast) -> Choice:
 def _states_choice(request: PlanRequest, space: SearchSpace, chosen: Forecast) -> Choice:
     if chosen.candidate.optimizer_states == "8bit":
         reason = "as given" if request.optimizer_states == "8bit" else "nothing fits with the states as configured"
+        tier = chosen.candidate.harm_tier
         left = "" if space.states_left is None else f"; left as configured: {space.states_left}"
         return Choice(
             lever="optimizer_states",
             value="8bit",
-            reason=f"{reason}; tier 1: states are rounded to 8 bits in blocks of 256, and the loss curve may differ"
-            f"{left}",
+            reason=f"{reason}; tier {tier}: states are rounded to 8 bits in blocks of 256, and the loss curve may "
+            f"differ{left}",
         )
     if request.optimizer_states == "as-configured":
         reason = "as given"

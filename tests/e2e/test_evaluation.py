@@ -70,6 +70,13 @@ class Keeping(Wide):
         self.kept.append(len(self.predictions))
 
 
+class Transferred(Wide):
+    """A transfer hook makes another batch."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [2 * batch[0]]
+
+
 KEPT = 16 * WIDTH * 4
 
 
@@ -168,3 +175,43 @@ def test_an_evaluation_step_that_runs_out_of_memory_is_named_as_such(make_traine
     assert "but an evaluation step ran out of memory, for batch_idx 0" in message
     assert message.endswith("MemFit does not divide evaluation batches: make the validation loader's batch smaller.")
     assert module.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "validation", "settings"),
+    [
+        (Wide, (1600, 800), {"precision": "32-true"}),
+        (Keeping, (640, 16), {"precision": "32-true"}),
+        (Wide, (800, 800), {"precision": "bf16-mixed", "activation_checkpointing": ["layers.*"]}),
+        (Transferred, (1600, 800), {"precision": "32-true"}),
+    ],
+    ids=["two batches", "kept predictions", "one batch, recomputed blocks", "a transfer hook"],
+)
+def test_the_peak_of_evaluation_is_predicted(
+    module: Any, validation: tuple[int, int], settings: Any, make_trainer: MakeTrainer
+) -> None:
+    plugin = MemFit(verbose=False, **settings)
+    make_trainer(plugin, max_epochs=1).fit(module(), loader(32), loader(*validation))
+    assert plugin.plan is not None and plugin.measured is not None
+    predicted = plugin.plan.forecast.predicted_evaluation_peak_bytes
+    assert predicted == pytest.approx(plugin.measured.measured_evaluation_peak_bytes, rel=0.001)
+
+
+def test_an_evaluation_that_cannot_be_traced_is_measured_all_the_same(make_trainer: MakeTrainer) -> None:
+    class Masked(Wide):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", batch[0][batch[0] > 0].mean())
+
+    plugin = MemFit(**AS_IT_IS)
+    make_trainer(plugin, max_epochs=1).fit(Masked(), loader(32), loader(64))
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.plan.forecast.predicted_evaluation_peak_bytes is None
+    assert plugin.measured.measured_evaluation_peak_bytes is not None
+
+
+def test_a_run_that_does_not_validate_has_no_evaluation(make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(**AS_IT_IS)
+    make_trainer(plugin, max_epochs=1).fit(Wide(), loader(32))
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.plan.forecast.predicted_evaluation_peak_bytes is None
+    assert plugin.measured.measured_evaluation_peak_bytes is None

@@ -151,6 +151,12 @@ def test_bf16_true_is_of_tier_2_and_only_there_when_asked_for() -> None:
     assert {setting.precision for setting in space.settings(2)} == {"bf16-true"}
 
 
+def test_bf16_true_that_is_asked_for_does_not_make_quantised_states_an_equal_choice() -> None:
+    space = space_of(PlanRequest(precision="bf16-true"))
+    assert {setting.optimizer_states for setting in space.settings(2)} == {"as-configured"}
+    assert {setting.optimizer_states for setting in space.settings(3)} == {"8bit"}
+
+
 def test_departures_count_the_levers_that_are_not_at_their_least() -> None:
     space = space_of(PlanRequest())
     least, *_, furthest = space.settings(0)
