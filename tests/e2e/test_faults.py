@@ -12,7 +12,7 @@ import inspect
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -24,21 +24,35 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MemFit, contest, fit_session, forecaster, planning, preparation, proving, slice_guard
+from lightning_memfit import (
+    MemFit,
+    contest,
+    evaluation_forecast,
+    fit_session,
+    forecaster,
+    manual_forecaster,
+    planning,
+    preparation,
+    proving,
+    run_forecaster,
+    slice_guard,
+)
 from lightning_memfit.apply import loader as apply_loader
 from lightning_memfit.apply import micro_batches, step_levers
 from lightning_memfit.search import planner
-from lightning_memfit.trace import training_step
-from lightning_memfit.validate import warmup
+from lightning_memfit.trace import evaluation_step, manual_step, training_step
+from lightning_memfit.validate import splittable, warmup
 from tests.e2e.test_no_trace import Augmented, Counting, Hostile, differing, mapped, plain, random_states
 
 pytestmark = [pytest.mark.usefixtures("no_probing"), pytest.mark.contest]
 MakeTrainer = Callable[..., Any]
 
 STAGES: tuple[ModuleType, ...] = (
-    contest, fit_session, forecaster, planning, preparation, proving, slice_guard, apply_loader, micro_batches,
-    step_levers, planner, training_step, warmup,
+    contest, evaluation_forecast, fit_session, forecaster, planning, preparation, proving, run_forecaster, slice_guard,
+    apply_loader, micro_batches, step_levers, planner, evaluation_step, training_step, splittable, warmup,
 )  # fmt: skip
+MANUAL_STAGES: tuple[ModuleType, ...] = (manual_forecaster, manual_step)
+"""Those of manual optimization only."""
 TAKES_BACK = {"undo", "take_off", "end", "close", "restore", "_end", "teardown", "__exit__"}
 """Functions that take something back: what they call is no point, since nobody could take it back then."""
 CACHED = {"_closure_class"}
@@ -56,11 +70,22 @@ class EndsHereError(Exception):
     """Ends a run at one of MemFit's hooks."""
 
 
+class CountingPlainly(Counting):
+    """Changes no buffer, which slices would change once each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(tuple(x.shape))
+        hidden: torch.Tensor = self.linear(x)
+        return hidden.tanh()
+
+
 class Program(Hostile):
     """Slices of it add up, so that the guard and the slices run too."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.counting = CountingPlainly()
         self.norm = torch.nn.LayerNorm(6)  # type: ignore[assignment]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -71,6 +96,20 @@ class Program(Hostile):
         self.mean_loss.update(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
+
+
+class ByHand(Program):
+    """The same under manual optimization, which is not sliced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
 
 class EndsBeforeTraining(Callback):
@@ -94,7 +133,7 @@ def functions_of(owner: Any) -> Iterator[CodeType]:
 
 WATCHED = {
     code
-    for owner in (*STAGES, Hostile, Program, Counting, Augmented)
+    for owner in (*STAGES, *MANUAL_STAGES, Hostile, Program, CountingPlainly, Augmented)
     for code in functions_of(owner)
     if code.co_name not in TAKES_BACK | CACHED and not code.co_name.startswith("<")
 }
@@ -154,10 +193,12 @@ class Watched(MemFit):
             super()._prove(trainer)
 
 
-def left_behind(make_trainer: MakeTrainer, plugin: Watched) -> tuple[dict[str, Any], type[BaseException]]:
+def left_behind(
+    make_trainer: MakeTrainer, plugin: Watched, program: type[Program]
+) -> tuple[dict[str, Any], type[BaseException]]:
     """What a run leaves that ends before training begins, and what ended it."""
     lightning.seed_everything(11, verbose=False)
-    module, ending = Program(), EndsBeforeTraining()
+    module, ending = program(), EndsBeforeTraining()
     trainer = make_trainer(plugin, callbacks=[ending], enable_checkpointing=False)
     loaders = mapped(), DataLoader(Augmented(8), batch_size=4)
     # An interrupt is answered by Lightning with SystemExit.
@@ -179,9 +220,9 @@ def left_behind(make_trainer: MakeTrainer, plugin: Watched) -> tuple[dict[str, A
     return state, caught.type
 
 
-def settings() -> dict[str, Any]:
+def settings(program: type[Program]) -> dict[str, Any]:
     return {
-        "micro_batch_size": 4,
+        "micro_batch_size": "auto" if program is ByHand else 4,
         "activation_checkpointing": ["counting"],
         "precision": "32-true",
         "optimizer_states": "as-configured",
@@ -190,22 +231,21 @@ def settings() -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def ends(make_trainer: MakeTrainer) -> dict[str, dict[str, Any]]:
+def ends_of(make_trainer: MakeTrainer, program: type[Program]) -> dict[str, dict[str, Any]]:
     """What runs leave that MemFit takes no part in, by the hook at which they end."""
     at_begin = Watched(mode="off", verbose=False)
     at_begin.ends = True
     return {
-        "begin": left_behind(make_trainer, at_begin)[0],
-        "proof": left_behind(make_trainer, Watched(mode="off", verbose=False))[0],
+        "begin": left_behind(make_trainer, at_begin, program)[0],
+        "proof": left_behind(make_trainer, Watched(mode="off", verbose=False), program)[0],
     }
 
 
-def points_of(make_trainer: MakeTrainer) -> list[Point]:
+def points_of(make_trainer: MakeTrainer, program: type[Program]) -> list[Point]:
     """The first call of every watched function in a run without faults, and the last of the program's own."""
-    plugin = Watched(**settings())
+    plugin = Watched(**settings(program))
     plugin.injector = Injector()
-    _, ended_by = left_behind(make_trainer, plugin)
+    _, ended_by = left_behind(make_trainer, plugin, program)
     assert ended_by is EndsHereError
     return [
         (name, number)
@@ -214,12 +254,15 @@ def points_of(make_trainer: MakeTrainer) -> list[Point]:
     ]
 
 
-def check(points: list[tuple[Point, type[BaseException]]], make_trainer: MakeTrainer, ends: Mapping[str, Any]) -> None:
+def check(
+    points: list[tuple[Point, type[BaseException]]], make_trainer: MakeTrainer, program: type[Program], *, at_least: int
+) -> None:
+    ends = ends_of(make_trainer, program)
     traces, missed = {}, []
     for point, error in points:
-        plugin = Watched(**settings())
+        plugin = Watched(**settings(program))
         plugin.injector = Injector(point, error)
-        state, _ = left_behind(make_trainer, plugin)
+        state, _ = left_behind(make_trainer, plugin, program)
         if not plugin.injector.raised:
             missed.append(point)
         candidates = [differing(end, state) for end in ends.values()]
@@ -227,27 +270,35 @@ def check(points: list[tuple[Point, type[BaseException]]], make_trainer: MakeTra
             traces[point, error.__name__] = min(candidates, key=len)[:3]
     print(f"{len(points)} points")
     assert missed == []
-    assert len(points) > 50
+    assert len(points) >= at_least
     assert traces == {}
 
 
 ERRORS: tuple[type[BaseException], ...] = (Injected, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
-def test_whatever_raises_while_memfit_works_everything_is_as_if_it_had_not_run(
-    make_trainer: MakeTrainer, ends: Mapping[str, Any]
-) -> None:
+def test_whatever_raises_while_memfit_works_everything_is_as_if_it_had_not_run(make_trainer: MakeTrainer) -> None:
     """One error at each point but those within a stage (its private functions), in turns.
 
     Reported in Lightning-AI/pytorch-lightning#11012.
     """
-    points = [point for point in points_of(make_trainer) if "._" not in point[0].replace(".__", "")]
-    check(list(zip(points, itertools.cycle(ERRORS))), make_trainer, ends)  # endless
+    points = [point for point in points_of(make_trainer, Program) if "._" not in point[0].replace(".__", "")]
+    check(list(zip(points, itertools.cycle(ERRORS))), make_trainer, Program, at_least=60)  # endless
+
+
+def test_whatever_raises_under_manual_optimization_everything_is_as_if_memfit_had_not_run(
+    make_trainer: MakeTrainer,
+) -> None:
+    """One error at each point of the stages that only manual optimization has, in turns."""
+    stems = tuple(f"{stage.__name__.rpartition('.')[2]}." for stage in MANUAL_STAGES)
+    points = [point for point in points_of(make_trainer, ByHand) if point[0].startswith(stems)]
+    check(list(zip(points, itertools.cycle(ERRORS))), make_trainer, ByHand, at_least=15)
 
 
 @pytest.mark.slow
-def test_every_error_at_every_point(make_trainer: MakeTrainer, ends: Mapping[str, Any]) -> None:
-    check(list(itertools.product(points_of(make_trainer), ERRORS)), make_trainer, ends)
+@pytest.mark.parametrize("program", [Program, ByHand])
+def test_every_error_at_every_point(program: type[Program], make_trainer: MakeTrainer) -> None:
+    check(list(itertools.product(points_of(make_trainer, program), ERRORS)), make_trainer, program, at_least=150)
 
 
 def test_the_injector_itself_sees_calls_and_raises_in_their_place() -> None:
