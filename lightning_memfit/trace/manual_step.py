@@ -133,12 +133,21 @@ def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any])
         return [look(optimizer) for optimizer in optimizers]
 
 
+def index_in_epoch(trainer: Any, number: int) -> int:
+    """The index of a batch behind ``number`` others, over as many epochs as that takes; notes the last of each."""
+    in_epoch = trainer.num_training_batches
+    index = number if in_epoch == float("inf") else number % max(1, in_epoch)
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = index + 1 == in_epoch
+    return index
+
+
 def _training_step(program: ManualProgram, batch: Any) -> Callable[[int], None]:
     """Runs ``training_step`` as Lightning's loop does, with the index of the batch where it takes one."""
     step = program.module.training_step
     takes_index = len(inspect.signature(step).parameters) >= 2
 
-    def run(index: int) -> None:
+    def run(number: int) -> None:
+        index = index_in_epoch(program.trainer, number)
         with users_code(), program.step_context():
             step(batch, index) if takes_index else step(batch)
 
@@ -177,6 +186,7 @@ class _FakeOptimizers:
         self._program = program
         self._tracer = tracer
         self._attributes: dict[str, Any] = {}
+        self._was_last_batch = False
 
     def __enter__(self) -> _FakeOptimizers:
         program, strategy = self._program, self._program.trainer.strategy
@@ -190,6 +200,7 @@ class _FakeOptimizers:
             old._opt_called = True  # schedulers of one that a lever replaced ask whether it has stepped
         self.waited_for = {id(optimizer) for optimizer in self.made if not is_mock(optimizer)}
         self._attributes = dict(vars(strategy))
+        self._was_last_batch = program.trainer.is_last_batch
         strategy.optimizers = self.made
         strategy.lr_scheduler_configs = schedulers
         for wrapper in strategy._lightning_optimizers:
@@ -204,6 +215,7 @@ class _FakeOptimizers:
         attributes = vars(self._program.trainer.strategy)
         attributes.clear()
         attributes.update(self._attributes)
+        self._program.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._was_last_batch
 
     @property
     def lightning_module(self) -> Any:

@@ -29,7 +29,7 @@ from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
 from lightning_memfit.plan import Measurement, OperatorCost, OptimizerStatesMeasurement
-from lightning_memfit.trace.manual_step import MOST_BATCHES, is_mock
+from lightning_memfit.trace.manual_step import MOST_BATCHES, index_in_epoch, is_mock
 from lightning_memfit.undo import set_instance_attribute
 from lightning_memfit.upstream import upstream_module
 
@@ -268,18 +268,18 @@ class _WarmUp:
 
     def _manual_steps(self, batch: Any, untouched: Snapshot) -> float:
         """As many batches as it takes for every optimizer to step, at least two; seconds of one, on average."""
-        progress, seconds, index = self.trainer.fit_loop.epoch_loop.batch_progress, 0.0, 0
-        progress.is_last_batch = False
+        progress, seconds, number = self.trainer.fit_loop.epoch_loop.batch_progress, 0.0, 0
         with _not_stepped(self.trainer.optimizers) as waited_for:
-            while index < 2 or (waited_for and index < MOST_BATCHES):
+            while number < 2 or (waited_for and number < MOST_BATCHES):
+                index = index_in_epoch(self.trainer, number)
                 progress.current.ready = index + 1
                 start = perf_counter()
                 self._training_batch(batch, index)
                 seconds += perf_counter() - start
                 untouched.restore()
-                index += 1
+                number += 1
             self.gave_loss.append(not waited_for)
-        return seconds / index
+        return seconds / number
 
     def _training_batch(self, batch: Any, index: int) -> None:
         trainer, epoch_loop = self.trainer, self.trainer.fit_loop.epoch_loop

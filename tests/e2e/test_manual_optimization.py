@@ -243,9 +243,43 @@ def test_optimizers_that_the_step_makes_itself(configured: Any, make_trainer: Ma
     plain = Lazy()
     make_trainer().fit(plain, loader())
     module = Lazy()
-    plugin = MemFit(precision="32-true", activation_checkpointing="none", verbose=False)
+    plugin = MemFit(
+        precision="32-true",
+        activation_checkpointing="none",
+        optimizer_implementation="as-configured",
+        verbose=False,
+    )
     make_trainer(plugin).fit(module, loader())
     assert largest_difference(weights_of(module), weights_of(plain)) == 0
     assert plugin.plan is not None and plugin.measured is not None
     assert plugin.measured.profiled_steps >= 2
     assert not any("NOT PROVEN" in note or "did not step" in note for note in plugin.plan.notes)
+
+
+def test_batches_are_followed_within_epochs_of_the_runs_length(make_trainer: MakeTrainer) -> None:
+    class ByPosition(Adversarial):
+        """Steps at the end of an epoch, and knows nothing of a seventh batch."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            weight = [1.0, 1.0, 1.0, 0.5, 0.5, 0.5][batch_idx]
+            self.manual_backward(weight * self.judge(self.blocks(batch[0])).mean())
+            if self.trainer.is_last_batch:
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    plain, module = ByPosition(), ByPosition()
+    make_trainer().fit(plain, loader())
+    plugin = MemFit(
+        precision="32-true",
+        activation_checkpointing="none",
+        optimizer_implementation="as-configured",
+        verbose=False,
+    )
+    make_trainer(plugin).fit(module, loader())
+    assert largest_difference(weights_of(module), weights_of(plain)) == 0
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.plan.forecast.method == "traced" and plugin.measured.profiled_steps >= 2
+    assert plugin.plan.forecast.memory.peak_allocated_bytes == pytest.approx(
+        plugin.measured.measured_peak_allocated_bytes, rel=0.005
+    )
