@@ -19,6 +19,7 @@ from lightning_memfit.apply.optimizer_levers import (
     optimizer_facts,
     with_levers_it_can_have,
 )
+from lightning_memfit.apply.scheduler_binding import Exchange, rebind
 from lightning_memfit.errors import TraceError
 from lightning_memfit.fingerprint import optimizer_words
 from lightning_memfit.forecaster import autocast_context, checkpointed, floating_dtype
@@ -172,7 +173,7 @@ class ManualForecaster:
 
     def _seconds(self, timeline: Timeline) -> float | None:
         """Seconds per batch, on average over those that were followed."""
-        if self._rates is None:
+        if self._rates is None or self.facts.needs_closure:
             return None
         from lightning_memfit.predict.step_time import predict_step_seconds
 
@@ -182,9 +183,15 @@ class ManualForecaster:
         def prepare(optimizer: Optimizer) -> Optimizer:
             return optimizer if candidate is None else with_levers_it_can_have(optimizer, self._module, candidate)
 
+        def follow(pairs: Sequence[tuple[Optimizer, Optimizer]]) -> None:
+            exchange, seen = Exchange(pairs, {}), set[int]()
+            for part in self._module.modules() if pairs else ():
+                rebind(part, exchange, seen)
+
         return ManualProgram(
             module=self._module,
             trainer=self._trainer,
             step_context=autocast_context("32-true" if candidate is None else candidate.precision),
             prepare_optimizer=prepare,
+            follow=follow,
         )

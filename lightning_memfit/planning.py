@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -252,10 +252,15 @@ def _sliced_size(forecast: Forecast) -> int:
     return split.micro_batch_size if split.num_slices > 1 else 0
 
 
-def _planned_lengths(prepared: Preparation) -> AbstractContextManager[None]:
-    """Within it, ``configure_optimizers`` may read the Trainer's estimate of steps as it will be."""
-    return answering_num_batches(
-        prepared.trainer,
-        num_batches=prepared.num_batches,
-        accumulate_grad_batches=prepared.loader_plan.accumulate_grad_batches,
-    )
+@contextmanager
+def _planned_lengths(prepared: Preparation) -> Iterator[None]:
+    """Within it, user code may read the Trainer's loader, its length and its estimate of steps as they will be."""
+    with (
+        prepared.loaders_in_sight(),
+        answering_num_batches(
+            prepared.trainer,
+            num_batches=prepared.num_batches,
+            accumulate_grad_batches=prepared.loader_plan.accumulate_grad_batches,
+        ),
+    ):
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
 from lightning_memfit.apply.length_cap import at_max_length
-from lightning_memfit.apply.loader import TrainLoader, scan_validation_batches
+from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_validation_batches
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
 from lightning_memfit.apply.slicing import weight_of
 from lightning_memfit.batch_functions import BatchFunctions
@@ -162,6 +163,11 @@ class Preparation:
             allow_inexact_slicing=self.request.allow_inexact_slicing,
             uneven_batches=self.loader.uneven_batches,
         )
+
+    def loaders_in_sight(self) -> AbstractContextManager[None]:
+        """Within it, the Trainer tells loaders and numbers of batches as it will once it trains."""
+        batch_size = self.loader_plan.loader_batch_size if self.loader_plan.rebuilt else None
+        return loaders_in_sight(self.trainer, self.loader, batch_size)
 
     def validation_batch(self) -> ScannedBatch | None:
         """The largest validation batch that was found; ``None`` if the run does not validate."""

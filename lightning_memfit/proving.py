@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch.utils.checkpoint import CheckpointError
@@ -37,6 +37,38 @@ _NOTHING_PROVEN = (
 Failed = tuple[Forecast, Measurement | None]
 """A plan's corrected forecast, and what its warm-up measured; ``None`` if it ran out of memory."""
 Report = Callable[[Plan, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unrecomputable:
+    """Why modules cannot be recomputed, as the warm-up found."""
+
+    error: str
+    """What one of them does, in sentences."""
+    reason: str
+    """The same in few words."""
+
+
+def _gave_something_else(error: CheckpointError) -> _Unrecomputable:
+    said = first_line(error).removeprefix("torch.utils.checkpoint: ").rstrip(".")
+    return _Unrecomputable(
+        error=(
+            f"computes something else when it is recomputed ({said}). Its result depends on more than its inputs and "
+            "torch's random numbers, such as a counter."
+        ),
+        reason=f"gave something else than in its first pass ({said})",
+    )
+
+
+def _is_of_the_compiler(error: Exception) -> bool:
+    return any(base.__module__ == "torch._dynamo.exc" for base in type(error).__mro__)
+
+
+def _not_compiled(error: Exception) -> _Unrecomputable:
+    """A function, or a ``forward``, under ``torch.compile`` calls the module: which one cannot be seen beforehand."""
+    said = first_line(error).rstrip(".")
+    why = f"is called by code under torch.compile, which cannot be compiled when it is recomputed ({said})"
+    return _Unrecomputable(error=f"{why}.", reason=why)
 
 
 class Proving:
@@ -127,7 +159,7 @@ class Proving:
             )
         )
 
-    def _without_recomputation(self, plan: Plan, mismatch: str) -> str:
+    def _without_recomputation(self, plan: Plan, mismatch: _Unrecomputable) -> str:
         """Recompute nothing in further plans, since recomputing gave something else than the first pass.
 
         Which module it was, torch does not tell.
@@ -135,12 +167,10 @@ class Proving:
         asked, names = self._prepared.request.activation_checkpointing, plan.candidate.checkpointed_modules
         if asked != "auto":
             raise ConfigurationError(
-                f"activation_checkpointing={asked!r} cannot be had: of {', '.join(names)}, one at least computes "
-                f"something else when it is recomputed ({mismatch}). Its result depends on more than its inputs and "
-                "torch's random numbers, such as a counter. Name the others by patterns, or use "
-                "activation_checkpointing='none'."
+                f"activation_checkpointing={asked!r} cannot be had: of {', '.join(names)}, one at least "
+                f"{mismatch.error} Name the others by patterns, or use activation_checkpointing='none'."
             )
-        reason = f"a module that was recomputed gave something else than in its first pass ({mismatch})"
+        reason = f"a module that was recomputed {mismatch.reason}"
         self._planning.rule_out_recomputation(f"not recomputed: {reason}")
         self._pass_over(plan.forecast, reason)
         return "found modules that cannot be recomputed"
@@ -206,8 +236,8 @@ class Proving:
         passed = [other for other in planned.passed_over if other.candidate != forecast.candidate]
         return replace(planned, forecast=forecast, choices=choices, passed_over=(slower, *passed))
 
-    def _warm_up(self, forecast: Forecast) -> tuple[Measurement | None, str | None]:
-        """What was measured, ``None`` where memory ran out; or what torch said of a recomputation that went wrong."""
+    def _warm_up(self, forecast: Forecast) -> tuple[Measurement | None, _Unrecomputable | None]:
+        """What was measured, ``None`` where memory ran out; or why modules cannot be recomputed."""
         candidate, request = forecast.candidate, self._prepared.request
         self._planning.announce(f"proving with {request.num_profiled_steps} real steps: {candidate.label}")
         verify = (
@@ -217,26 +247,29 @@ class Proving:
         )
         measurement = mismatch = None
         try:
-            measurement = run_warmup(
-                trainer=self._prepared.trainer,
-                module=self._prepared.module,
-                batch=self._prepared.batch,
-                validation_batch=None if self._validation is None else self._validation.batch,
-                accumulate_grad_batches=candidate.split.accumulate_grad_batches,
-                num_profiled_steps=request.num_profiled_steps,
-                spare_bytes=_spare_bytes(self._prepared.budget, forecast),
-                resident_batches=self._prepared.resident_batches,
-                timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
-                verify_states=verify,
-                validation_loader=None if self._validation is None else self._validation.dataloader_idx,
-                validation_batches=None if self._validation is None else self._validation.epoch_batches,
-            )
+            with self._prepared.loaders_in_sight():
+                measurement = run_warmup(
+                    trainer=self._prepared.trainer,
+                    module=self._prepared.module,
+                    batch=self._prepared.batch,
+                    validation_batch=None if self._validation is None else self._validation.batch,
+                    accumulate_grad_batches=candidate.split.accumulate_grad_batches,
+                    num_profiled_steps=request.num_profiled_steps,
+                    spare_bytes=_spare_bytes(self._prepared.budget, forecast),
+                    resident_batches=self._prepared.resident_batches,
+                    timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
+                    verify_states=verify,
+                    validation_loader=None if self._validation is None else self._validation.dataloader_idx,
+                    validation_batches=None if self._validation is None else self._validation.epoch_batches,
+                )
         except CheckpointError as error:
             if not candidate.checkpointed_modules:
                 raise  # of a checkpoint of the user's own
-            mismatch = first_line(error).removeprefix("torch.utils.checkpoint: ").rstrip(".")
+            mismatch = _gave_something_else(error)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if candidate.checkpointed_modules and _is_of_the_compiler(error):
+                mismatch = _not_compiled(error)
+            elif not is_out_of_memory(error):
                 raise
         # Outside of the except block: the error's traceback keeps the step's tensors alive.
         if measurement is not None and self._validation is not None:
@@ -246,14 +279,15 @@ class Proving:
     def _retime(self, forecast: Forecast) -> float:
         self._levers.put_on(forecast.candidate)
         self._planning.announce(f"timing again: {forecast.candidate.label}")
-        return time_steps(
-            trainer=self._prepared.trainer,
-            module=self._prepared.module,
-            batch=self._prepared.batch,
-            seconds=TIMED_SECONDS,
-            accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
-            spare_bytes=_spare_bytes(self._prepared.budget, forecast),
-        )
+        with self._prepared.loaders_in_sight():
+            return time_steps(
+                trainer=self._prepared.trainer,
+                module=self._prepared.module,
+                batch=self._prepared.batch,
+                seconds=TIMED_SECONDS,
+                accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
+                spare_bytes=_spare_bytes(self._prepared.budget, forecast),
+            )
 
     def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
         """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""

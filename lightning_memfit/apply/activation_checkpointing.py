@@ -237,7 +237,7 @@ def _resolve(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
                 f"{hint}"
             )
         parts = name.split(".")
-        around = [named[".".join(parts[:end])] for end in range(1, len(parts))]
+        around = [named[".".join(parts[:end])] for end in range(len(parts))]  # the root is ""
         reason = reason_not_checkpointable(named[name]) or _reason_around(around)
         if reason is not None:
             raise UnsupportedError(

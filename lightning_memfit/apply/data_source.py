@@ -96,6 +96,12 @@ def answer_once(source: Any, loader: Any, move: Move) -> None:
     source.__dict__["dataloader"] = _AnswerOnce(source, loader, move)
 
 
+def answer_to_come(source: Any) -> Any | None:
+    """The loader that :func:`answer_once` gives Lightning when it asks; ``None`` if there is none."""
+    answer = source.__dict__.get("dataloader")
+    return answer._loader if isinstance(answer, _AnswerOnce) else None
+
+
 def forget_answer(source: Any) -> None:
     """Drop the answer of :func:`answer_once`, where Lightning never asked."""
     if isinstance(source.__dict__.get("dataloader"), _AnswerOnce):

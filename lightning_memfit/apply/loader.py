@@ -10,7 +10,8 @@ validation stream is read), the run is a different, equally valid one. Loaders t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, together
 from lightning_memfit.apply.batch_shapes import measure
 from lightning_memfit.apply.data_source import (
     answer_once,
+    answer_to_come,
     answer_with,
     ask,
     ask_again,
@@ -40,7 +42,7 @@ from lightning_memfit.apply.random_sources import Move
 from lightning_memfit.apply.rebuild import declared_batch_size, describe, length_of, rebuild, rebuild_obstacle
 from lightning_memfit.apply.side_by_side import uneven_batches
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.undo import Undo
+from lightning_memfit.undo import Undo, set_instance_attribute
 
 
 class TrainLoader:
@@ -195,6 +197,10 @@ class TrainLoader:
         self._check_rebuild(batch_size)
         return answer_with(self._source, lambda: self._deliver(batch_size))
 
+    def combined_at(self, batch_size: int | None) -> Any:
+        """What Lightning makes of the loader, as :meth:`install` with this batch size hands it on."""
+        return combined(self._source, self._with_batch_size(self._handed, batch_size), "max_size_cycle")
+
     def close(self) -> None:
         """End workers that were started for a look and that nobody went on to use."""
         rebuilt = [] if self._rebuilt is None else [self._rebuilt[1]]
@@ -300,6 +306,37 @@ def scan_validation_batches(
     return found
 
 
+@contextmanager
+def loaders_in_sight(trainer: Any, train: TrainLoader, batch_size: int | None) -> Iterator[None]:
+    """Within this context the Trainer tells its loaders, and their numbers of batches, as it will once it trains.
+
+    Lightning sets up each loop's loaders when the loop begins: those of training behind the sanity check, those of
+    validation with the first validation. What user code asks before, it would be told as none and as infinity. Loaders
+    that are set up already are left alone.
+
+    Args:
+        trainer: the Trainer, fitting; a look at the validation loaders was taken, if it validates.
+        train: its train loader.
+        batch_size: as :meth:`TrainLoader.install` was given it.
+    """
+    fit_loop = trainer.fit_loop
+    val_loop = fit_loop.epoch_loop.val_loop
+    with ExitStack() as undos:
+        if fit_loop._combined_loader is None:
+            batches = train.num_batches_at(batch_size)
+            shown = {"_combined_loader": train.combined_at(batch_size), "max_batches": _or_infinite(batches)}
+            for name, value in shown.items():
+                undos.callback(set_instance_attribute(fit_loop, name, value))
+        source, loader = validation_source(trainer), answer_to_come(validation_source(trainer))
+        if validation_loaders(trainer) is None and loader is not None:
+            loaders = combined(source, loader, "sequential")
+            lengths = [_limited(length_of(member), trainer.limit_val_batches) for member in loaders.flattened]
+            shown = {"_combined_loader": loaders, "_max_batches": [_or_infinite(length) for length in lengths]}
+            for name, value in shown.items():
+                undos.callback(set_instance_attribute(val_loop, name, value))
+        yield
+
+
 def forget_validation_loader(trainer: Any) -> None:
     """Drop what a look at the validation loaders keeps for Lightning, where Lightning never asked for it."""
     forget_answer(validation_source(trainer))
@@ -376,6 +413,10 @@ def _put_back(combined: Any, loader: Any, delivered: list[Any]) -> Any:
         return loader
     combined.flattened = delivered
     return loader if combined is loader else combined.iterables
+
+
+def _or_infinite(length: int | None) -> float:
+    return float("inf") if length is None else length
 
 
 def _limited(length: int | None, limit: int | float) -> int | None:

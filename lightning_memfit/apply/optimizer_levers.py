@@ -62,8 +62,12 @@ def optimizer_facts(optimizer: Optimizer, module: nn.Module) -> OptimizerFacts:
 def joint_facts(facts: Sequence[OptimizerFacts]) -> OptimizerFacts:
     """What can be chosen for several optimizers of one run.
 
-    Implementations are those that each of them can have; states are quantised where one of them can have it.
+    Implementations are those that each of them can have; states are quantised where one of them can have it. Without
+    any, there is nothing to choose.
     """
+    if not facts:
+        none = "configure_optimizers returned no optimizer"
+        return OptimizerFacts(name="no optimizer", implementations=(), quantisation_obstacle=none)
     first, *others = facts
     obstacles = [each.quantisation_obstacle for each in facts]
     known = "; ".join(dict.fromkeys(obstacle.rstrip(".") for obstacle in obstacles if obstacle is not None))
@@ -75,6 +79,7 @@ def joint_facts(facts: Sequence[OptimizerFacts]) -> OptimizerFacts:
         ),
         quantisation_obstacle=None if some_can else known,
         left_as_configured=known if some_can and known else None,
+        needs_closure=any(each.needs_closure for each in facts),
         unscales_by_itself=any(each.unscales_by_itself for each in facts),
     )
 

@@ -29,6 +29,7 @@ def answering_num_batches(trainer: Any, *, num_batches: int | None, accumulate_g
     def setup_data() -> None:
         fit_loop.max_batches = float("inf") if num_batches is None else num_batches
 
+    setup_data()  # a step may read trainer.num_training_batches, too
     undo_setup = set_instance_attribute(fit_loop, "setup_data", setup_data)
     undo_accumulation = set_instance_attribute(trainer, "accumulate_grad_batches", accumulate_grad_batches)
     try:

@@ -80,7 +80,7 @@ def trace_closure_step(
             slices = [fakes.of_batch(part) for part in parts]
             tracer.known.tell(fakes.pairs())
             optimizer = make_optimizer(program, parameters)
-            _follow_few_iterations(optimizer)
+            follow_few_iterations(optimizer)
             followed = representative(slices, len(slices))
 
             def closure(watch: StepObserver) -> Any:
@@ -110,8 +110,8 @@ def trace_closure_step(
         return timeline_of(tracer, parameters, notes=notes)
 
 
-def _follow_few_iterations(optimizer: Optimizer) -> None:
-    """Fakes have no values: no tolerance ends the iterations, which are few instead."""
+def follow_few_iterations(optimizer: Optimizer) -> None:
+    """Let an optimizer over fakes iterate a few times: they have no values, by which a tolerance would end it."""
     if isinstance(optimizer, LBFGS):
         for group in optimizer.param_groups:
             group.update(

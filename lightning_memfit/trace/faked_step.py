@@ -155,7 +155,23 @@ def add_step_residents(tracer: StepTracer, parameters: Sequence[nn.Parameter], o
     """Register gradients and optimizer states as there before the step."""
     tracer.add_residents([each.grad for each in parameters if each.grad is not None], "gradients")
     for optimizer in optimizers:
-        tracer.add_residents(tensors_in(dict(enumerate(optimizer.state.values()))), "optimizer_states")
+        tracer.add_residents(states_of(optimizer), "optimizer_states")
+
+
+def states_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's states, and those that it keeps as attributes: averages, or another optimizer."""
+    seen: set[int] = set()
+    stack: list[Any] = [optimizer]
+    while stack:
+        each = stack.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield from tensors_in(dict(enumerate(each.state.values())))
+        for name, value in vars(each).items():
+            if name not in ("state", "param_groups", "defaults"):
+                yield from tensors_in(value)
+                stack += [value] if isinstance(value, Optimizer) else []
 
 
 def add_batch_residents(tracer: StepTracer, batches: Iterable[Any]) -> None:

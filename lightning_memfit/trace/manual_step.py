@@ -1,7 +1,7 @@
 """Manual optimization: a ``training_step`` that runs backward and steps its optimizers itself, on fakes.
 
 Adapter for Lightning's private names (2.5 to 2.6): ``core.optimizer._init_optimizers_and_lr_schedulers``,
-``Strategy._lightning_optimizers`` and ``LightningOptimizer._strategy``.
+``_MockOptimizer``, ``Strategy._lightning_optimizers`` and ``LightningOptimizer._strategy``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.observe.grown_states import grows, let_states_grow
 from lightning_memfit.plan import Phase
+from lightning_memfit.trace.closure_step import follow_few_iterations
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
@@ -51,6 +53,13 @@ class ManualProgram:
     """Context of ``training_step``, such as autocast."""
     prepare_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer
     """Gives an optimizer the states and the implementation that a candidate wants."""
+    follow: Callable[[Sequence[tuple[Optimizer, Optimizer]]], None] = lambda pairs: None
+    """Lets the module's own references follow, where another optimizer took the place of one."""
+
+
+def is_mock(optimizer: Any) -> bool:
+    """Whether it is Lightning's stand-in for an optimizer, where ``configure_optimizers`` returned ``None``."""
+    return type(optimizer).__name__ == "_MockOptimizer"
 
 
 def trace_manual_steps(
@@ -94,6 +103,8 @@ def trace_manual_steps(
             while count < 2 or (optimizers.waited_for and count < MOST_BATCHES):
                 run(count)
                 count += 1
+            for optimizer in optimizers.made:
+                let_states_grow(optimizer)
         add_module_residents(tracer, module)
         parameters = list(module.parameters())
         add_step_residents(tracer, parameters, optimizers.made)
@@ -122,12 +133,21 @@ def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any])
         return [look(optimizer) for optimizer in optimizers]
 
 
+def index_in_epoch(trainer: Any, number: int) -> int:
+    """The index of a batch behind ``number`` others, over as many epochs as that takes; notes the last of each."""
+    in_epoch = trainer.num_training_batches
+    index = number if in_epoch == float("inf") else number % max(1, in_epoch)
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = index + 1 == in_epoch
+    return index
+
+
 def _training_step(program: ManualProgram, batch: Any) -> Callable[[int], None]:
     """Runs ``training_step`` as Lightning's loop does, with the index of the batch where it takes one."""
     step = program.module.training_step
     takes_index = len(inspect.signature(step).parameters) >= 2
 
-    def run(index: int) -> None:
+    def run(number: int) -> None:
+        index = index_in_epoch(program.trainer, number)
         with users_code(), program.step_context():
             step(batch, index) if takes_index else step(batch)
 
@@ -166,16 +186,21 @@ class _FakeOptimizers:
         self._program = program
         self._tracer = tracer
         self._attributes: dict[str, Any] = {}
+        self._was_last_batch = False
 
     def __enter__(self) -> _FakeOptimizers:
         program, strategy = self._program, self._program.trainer.strategy
         with self._tracer.not_recording():
             optimizers, schedulers = _configured(program)
             self.made = [program.prepare_optimizer(optimizer) for optimizer in optimizers]
+            program.follow([(old, new) for old, new in zip(optimizers, self.made, strict=True) if new is not old])
+            for optimizer in self.made:
+                follow_few_iterations(optimizer)
         for old in optimizers:
             old._opt_called = True  # schedulers of one that a lever replaced ask whether it has stepped
-        self.waited_for = {id(optimizer) for optimizer in self.made}
+        self.waited_for = {id(optimizer) for optimizer in self.made if not is_mock(optimizer)}
         self._attributes = dict(vars(strategy))
+        self._was_last_batch = program.trainer.is_last_batch
         strategy.optimizers = self.made
         strategy.lr_scheduler_configs = schedulers
         for wrapper in strategy._lightning_optimizers:
@@ -190,6 +215,7 @@ class _FakeOptimizers:
         attributes = vars(self._program.trainer.strategy)
         attributes.clear()
         attributes.update(self._attributes)
+        self._program.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._was_last_batch
 
     @property
     def lightning_module(self) -> Any:
@@ -238,8 +264,12 @@ def _phase(tracer: StepTracer, phase: Phase) -> Iterator[None]:
 
 def _still_waiting(optimizers: _FakeOptimizers) -> Sequence[str]:
     waiting = [type(each).__qualname__ for each in optimizers.made if id(each) in optimizers.waited_for]
+    grown = [
+        f"{each}: forecast and proof are those of a late step" for each in filter(None, map(grows, optimizers.made))
+    ]
     if not waiting:
-        return ()
+        return tuple(grown)
     return (
+        *grown,
         f"{', '.join(waiting)} did not step within {MOST_BATCHES} batches, so that its states are not in the forecast",
     )

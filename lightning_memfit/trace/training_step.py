@@ -19,6 +19,7 @@ from lightning_memfit.trace.faked_step import (
     layouts_of,
     make_optimizer,
     names_of,
+    states_of,
     timeline_of,
 )
 from lightning_memfit.trace.step_program import (
@@ -123,6 +124,8 @@ def _traced(
         # States that came with the optimizer are there whether the parameter is used or not.
         end = gradients if id(parameter) in has_states else len(tracer.residents)
         owned[id(parameter)] = {resident.storage for resident in tracer.residents[before:end]}
+    if steps:
+        tracer.add_residents(states_of(optimizer), "optimizer_states")  # and what it keeps beside its states
     add_batch_residents(tracer, [*batches, *slices])
 
     traced = representative(slices, micro_steps)

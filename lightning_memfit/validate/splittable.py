@@ -110,7 +110,7 @@ def check_splittable(
         batch_size: samples in ``batch``; ``None`` reads it off the batch.
         compared_samples: how many of them are compared with their halves; at most all.
         sums: the loss is a sum over samples, and losses of slices are added.
-        gradients: compare the gradient of every parameter, too, in eval mode.
+        gradients: compare the gradient of every parameter, too.
 
     What the step changes by itself, run after run (a teacher's moving average, a queue, a counter among the buffers),
     is a difference, too: slices would change it once each.
@@ -257,7 +257,7 @@ class _Comparison:
         ):
             if evaluating:
                 self.module.eval()
-            return [self._run_one(part, backward=evaluating and self.gradients) for part in parts]
+            return [self._run_one(part, backward=self.gradients) for part in parts]
 
     def _run_one(self, part: _Part, *, backward: bool) -> _Ran:
         with take_snapshot(None, extra_roots=[part.batch], random_state=False):  # a step may change its batch in place

@@ -3,8 +3,8 @@
 Adapter for Lightning's loops: touches ``trainer.fit_loop.epoch_loop`` (``batch_progress``, ``automatic_optimization``,
 ``manual_optimization``, ``_build_kwargs``, ``_should_accumulate``), its ``val_loop`` (``_on_evaluation_model_eval``,
 ``_on_evaluation_model_train``, ``_build_kwargs``, ``_build_step_args_from_hook_kwargs``, ``_module_mode``),
-``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``), and ``_call_lightning_module_hook`` and
-``_call_strategy_hook`` of ``trainer/call.py``.
+``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``), and ``_call_callback_hooks``,
+``_call_lightning_module_hook`` and ``_call_strategy_hook`` of ``trainer/call.py``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.errors import UnsupportedError, is_out_of_memory
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.grown_states import let_states_grow
+from lightning_memfit.observe.logger_stand_ins import loggers_standing_in
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
 from lightning_memfit.plan import Measurement, OperatorCost, OptimizerStatesMeasurement
-from lightning_memfit.trace.manual_step import MOST_BATCHES
+from lightning_memfit.trace.manual_step import MOST_BATCHES, index_in_epoch, is_mock
+from lightning_memfit.undo import set_instance_attribute
 from lightning_memfit.upstream import upstream_module
 
-_LOGGER_FACTS = ("name", "version", "save_dir", "log_dir", "root_dir")
 # A gradient scaler skips steps until its scale fits; states do not exist before a step that is not skipped.
 _SKIPPED_STEPS = 20
 _MOST_TIMED_STEPS = 5
@@ -178,16 +179,26 @@ class _Unmetered(AbstractContextManager["_Unmetered"]):
 
 @contextmanager
 def silenced(trainer: Any) -> Iterator[None]:
-    """Let callbacks, loggers and Lightning's profiler take no part; stand-ins answer what user code asks a logger."""
-    callbacks, loggers, profiler = trainer.callbacks, trainer.loggers, trainer.profiler
-    dummy = upstream_module(trainer, "loggers.logger").DummyLogger
-    trainer.callbacks = []
-    trainer.loggers = [_stand_in(dummy, logger) for logger in loggers]
+    """Let callbacks, loggers and Lightning's profiler take no part.
+
+    Stand-ins answer what user code asks a logger. Callbacks stay where user code looks for them, such as in
+    ``trainer.checkpoint_callback``; their hooks are not called.
+    """
+    call, profiler = upstream_module(trainer, "trainer.call"), trainer.profiler
+    call_hooks = call._call_callback_hooks
+
+    def call_hooks_of_others(other: Any, *args: Any, **kwargs: Any) -> None:
+        if other.fit_loop is not trainer.fit_loop:  # the Trainer may be given as a weak proxy
+            call_hooks(other, *args, **kwargs)
+
+    undo = set_instance_attribute(call, "_call_callback_hooks", call_hooks_of_others)
     trainer.profiler = upstream_module(trainer, "profilers").PassThroughProfiler()
     try:
-        yield
+        with loggers_standing_in(trainer):
+            yield
     finally:
-        trainer.callbacks, trainer.loggers, trainer.profiler = callbacks, loggers, profiler
+        undo()
+        trainer.profiler = profiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,18 +268,18 @@ class _WarmUp:
 
     def _manual_steps(self, batch: Any, untouched: Snapshot) -> float:
         """As many batches as it takes for every optimizer to step, at least two; seconds of one, on average."""
-        progress, seconds, index = self.trainer.fit_loop.epoch_loop.batch_progress, 0.0, 0
-        progress.is_last_batch = False
+        progress, seconds, number = self.trainer.fit_loop.epoch_loop.batch_progress, 0.0, 0
         with _not_stepped(self.trainer.optimizers) as waited_for:
-            while index < 2 or (waited_for and index < MOST_BATCHES):
+            while number < 2 or (waited_for and number < MOST_BATCHES):
+                index = index_in_epoch(self.trainer, number)
                 progress.current.ready = index + 1
                 start = perf_counter()
                 self._training_batch(batch, index)
                 seconds += perf_counter() - start
                 untouched.restore()
-                index += 1
+                number += 1
             self.gave_loss.append(not waited_for)
-        return seconds / index
+        return seconds / number
 
     def _training_batch(self, batch: Any, index: int) -> None:
         trainer, epoch_loop = self.trainer, self.trainer.fit_loop.epoch_loop
@@ -339,7 +350,7 @@ class _WarmUp:
 @contextmanager
 def _not_stepped(optimizers: list[Any]) -> Iterator[set[int]]:
     """The ``id`` of each optimizer that has not stepped yet within this context."""
-    waited_for = {id(optimizer) for optimizer in optimizers}
+    waited_for = {id(optimizer) for optimizer in optimizers if not is_mock(optimizer)}
     handles = [
         optimizer.register_step_post_hook(lambda stepped, *_: waited_for.discard(id(stepped)))
         for optimizer in optimizers
@@ -405,15 +416,6 @@ def _measurement(training: Meter, evaluation: _Evaluation, seconds: float, num_s
     )
 
 
-def _stand_in(dummy: Any, logger: Any) -> Any:
-    """A logger that does nothing, and tells its name and directories as the real one would."""
-
-    def fact(name: str) -> property:
-        return property(lambda _: getattr(logger, name, None))
-
-    return type("StandInLogger", (dummy,), {name: fact(name) for name in _LOGGER_FACTS})()
-
-
 def _check_supported(trainer: Any, module: Any) -> None:
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedError(
@@ -429,6 +431,7 @@ def _check_supported(trainer: Any, module: Any) -> None:
         (val_loop, "_build_step_args_from_hook_kwargs"),
         (getattr(trainer, "_logger_connector", None), "on_batch_start"),
         (module, "_on_before_batch_transfer"),
+        (upstream_module(trainer, "trainer.call"), "_call_callback_hooks"),
         (upstream_module(trainer, "trainer.call"), "_call_lightning_module_hook"),
         (upstream_module(trainer, "trainer.call"), "_call_strategy_hook"),
     ]

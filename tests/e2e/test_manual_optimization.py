@@ -201,3 +201,85 @@ def test_mixed_precision_gives_what_lightning_alone_gives(precision: str, make_t
     lightnings = MixedPrecision(precision, "cpu", scaler=scaler)
     make_trainer(lightnings, max_epochs=1).fit(theirs, loader())
     assert largest_difference(weights_of(ours), weights_of(theirs)) == 0.0
+
+
+class OwnAttributes(Adversarial):
+    """Steps the optimizers that it keeps itself."""
+
+    def configure_optimizers(self) -> Any:
+        self.make, self.judged = super().configure_optimizers()
+        return self.make, self.judged
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return self.make, self.judged
+
+
+def test_8_bit_states_of_optimizers_that_the_module_keeps_itself_are_forecast(make_trainer: MakeTrainer) -> None:
+    pytest.importorskip("bitsandbytes")
+    forecasts = []
+    for module in (Adversarial(), OwnAttributes()):
+        plugin = MemFit(optimizer_states="8bit", precision="32-true", activation_checkpointing="none", verbose=False)
+        make_trainer(plugin).fit(module, loader())
+        assert plugin.plan is not None and plugin.measured is not None and plugin.measured.profiled_steps >= 2
+        forecasts.append(plugin.plan.forecast.memory)
+    assert forecasts[0].by_category["optimizer_states"] == forecasts[1].by_category["optimizer_states"] > 0
+    assert forecasts[0].peak_allocated_bytes == forecasts[1].peak_allocated_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+@pytest.mark.parametrize("configured", [None, []])
+def test_optimizers_that_the_step_makes_itself(configured: Any, make_trainer: MakeTrainer) -> None:
+    class Lazy(Adversarial):
+        def configure_optimizers(self) -> Any:
+            return configured
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if not hasattr(self, "own"):
+                self.own = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            self.own.zero_grad()
+            self.judge(self.blocks(batch[0])).mean().backward()
+            self.own.step()
+
+    plain = Lazy()
+    make_trainer().fit(plain, loader())
+    module = Lazy()
+    plugin = MemFit(
+        precision="32-true",
+        activation_checkpointing="none",
+        optimizer_implementation="as-configured",
+        verbose=False,
+    )
+    make_trainer(plugin).fit(module, loader())
+    assert largest_difference(weights_of(module), weights_of(plain)) == 0
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.measured.profiled_steps >= 2
+    assert not any("NOT PROVEN" in note or "did not step" in note for note in plugin.plan.notes)
+
+
+def test_batches_are_followed_within_epochs_of_the_runs_length(make_trainer: MakeTrainer) -> None:
+    class ByPosition(Adversarial):
+        """Steps at the end of an epoch, and knows nothing of a seventh batch."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            weight = [1.0, 1.0, 1.0, 0.5, 0.5, 0.5][batch_idx]
+            self.manual_backward(weight * self.judge(self.blocks(batch[0])).mean())
+            if self.trainer.is_last_batch:
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    plain, module = ByPosition(), ByPosition()
+    make_trainer().fit(plain, loader())
+    plugin = MemFit(
+        precision="32-true",
+        activation_checkpointing="none",
+        optimizer_implementation="as-configured",
+        verbose=False,
+    )
+    make_trainer(plugin).fit(module, loader())
+    assert largest_difference(weights_of(module), weights_of(plain)) == 0
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.plan.forecast.method == "traced" and plugin.measured.profiled_steps >= 2
+    assert plugin.plan.forecast.memory.peak_allocated_bytes == pytest.approx(
+        plugin.measured.measured_peak_allocated_bytes, rel=0.005
+    )

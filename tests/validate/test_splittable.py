@@ -144,6 +144,31 @@ def test_gradients_that_depend_on_the_other_samples_are_found_where_losses_agree
     assert "of its size: it depends on the other samples of the batch" in verdict.reason
 
 
+class Balance(torch.autograd.Function):
+    """Scales gradients by their norm over the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] / gradients[0].norm()
+
+
+class Balanced(nn.Module):
+    """Balances gradients while training, as layers of speech recognisers do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Balance.apply(x) if self.training else x
+
+
+def test_gradients_that_depend_on_the_other_samples_in_train_mode_only_are_found() -> None:
+    verdict = _check(Classifier(F.cross_entropy, Balanced()), gradients=True)
+    assert not verdict.exact
+    assert verdict.reason.startswith("In train mode: The loss of 4 samples equals the weighted mean over slices")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_of_a_mean_over_samples_agree_in_every_dtype(dtype: torch.dtype) -> None:
     batch = {"x": torch.randn(6, 4).to(dtype), "y": torch.arange(6) % 3}

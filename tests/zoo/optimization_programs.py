@@ -105,6 +105,61 @@ class Closures(Classifier):
         optimizer.step(closure=closure)
 
 
+class NewtonianByHand(Closures):
+    """Manual optimization with an optimizer that runs forward and backward several times, and keeps a history."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, history_size=6)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Takes the gradient at the worst point nearby; another optimizer, which it keeps, does the step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, **SGD_MOMENTUM)
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm() + 1e-12
+        moves = [p.grad * (0.05 / norm) for p in trained]
+        for parameter, move in zip(trained, moves, strict=True):
+            parameter.add_(move)
+        closure()
+        for parameter, move in zip(trained, moves, strict=True):
+            parameter.sub_(move)
+        self.base.step()
+        return loss
+
+
+class Sharp(Classifier):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters())
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps averages of the parameters beside its states."""
+
+    averages: list[Tensor] | None = None
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self.averages is None:
+            self.averages = [parameter.detach().clone() for parameter in parameters]
+        for average, parameter in zip(self.averages, parameters, strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+        return loss
+
+
+class Averaged(Classifier):
+    def configure_optimizers(self) -> Any:
+        return Averaging(self.parameters(), **SGD_MOMENTUM)
+
+
 class Compiled(Classifier):
     """One block is compiled in place, and one is wrapped."""
 
@@ -241,6 +296,10 @@ PROGRAMS = (
     Program(name="a critic that steps more often", make=of(Critic), not_sliced="manual optimization"),
     Program(name="closures by hand", make=of(Closures), not_sliced="manual optimization"),
     Program(name="one optimizer by hand", make=of(ByHand), not_sliced="manual optimization"),
+    Program(name="LBFGS by hand", make=of(NewtonianByHand), not_sliced="manual optimization", not_quantised="LBFGS"),
+    # The worst point nearby is in the direction of the gradient's rounding, too.
+    Program(name="sharpness-aware", make=of(Sharp), not_quantised="SharpnessAware", sliced_within=1e-4),
+    Program(name="an optimizer that keeps averages", make=of(Averaged), not_quantised="Averaging"),
     # It divides by differences of gradients, which amplifies rounding: in float64 it is below 1e-9
     # (tests/apply/test_micro_batches.py). How many vectors a line search holds depends on values; at most is forecast.
     Program(name="LBFGS", make=of(Newtonian), not_quantised="LBFGS", sliced_within=1e-3),
