@@ -6,7 +6,6 @@ Adapter for Lightning's private names (2.5 to 2.6): ``core.optimizer._init_optim
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from lightning_memfit.trace.faked_step import (
     names_of,
     timeline_of,
 )
-from lightning_memfit.trace.step_program import users_code
+from lightning_memfit.trace.step_program import takes_batch_idx, users_code
 from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.tracer import StepTracer
@@ -125,7 +124,7 @@ def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any])
 def _training_step(program: ManualProgram, batch: Any) -> Callable[[int], None]:
     """Runs ``training_step`` as Lightning's loop does, with the index of the batch where it takes one."""
     step = program.module.training_step
-    takes_index = len(inspect.signature(step).parameters) >= 2
+    takes_index = takes_batch_idx(step)
 
     def run(index: int) -> None:
         with users_code(), program.step_context():
