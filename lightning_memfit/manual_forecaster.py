@@ -1,6 +1,7 @@
-"""What a candidate needs under manual optimization: its training steps traced whole, or measured small.
+"""What a candidate needs under manual optimization: its training steps traced whole.
 
-Nothing is derived from other candidates' traces: only ``training_step`` knows where it runs backward and steps.
+Nothing is derived from other candidates' traces or measured small: only ``training_step`` knows where it runs backward
+and steps.
 """
 
 from __future__ import annotations
@@ -150,16 +151,17 @@ class ManualForecaster:
         self._recomputed[candidate] = frozenset(call.module for call in timeline.calls if call.recomputed)
         probes = Probes(results={}) if self._prober is None else self._prober.probe(timeline.signatures)
         memory = predict_memory(timeline, probes.results)
-        batches = timeline.micro_steps
+        batches, known = timeline.micro_steps, not self.facts.needs_closure
+        work = "; seconds and FLOPs are those of one batch, on average" if known else ""
         return Forecast(
             candidate=candidate,
             memory=memory.beside(self.callback_bytes),
-            flops=timeline.flops // batches,
-            recomputed_flops=timeline.recomputed_flops // batches,
-            predicted_step_seconds=self._seconds(timeline),
+            flops=timeline.flops // batches if known else None,
+            recomputed_flops=timeline.recomputed_flops // batches if known else None,
+            predicted_step_seconds=self._seconds(timeline) if known else None,
             notes=(
                 f"manual optimization: {batches} batches were followed one after the other, in which every optimizer "
-                "steps; seconds and FLOPs are those of one batch, on average",
+                f"steps{work}",
                 *timeline.notes,
                 *probes.notes,
             ),

@@ -43,7 +43,7 @@ class OptimizerFacts:
     left_as_configured: str | None = None
     """Which of several optimizers would keep their states, and why, where others' can be quantised; else ``None``."""
     needs_closure: bool = False
-    """Whether its step runs forward and backward itself."""
+    """Whether its step runs forward and backward itself; how often, and so for how long, is not known beforehand."""
     unscales_by_itself: bool = False
     """Whether it takes scaled gradients, as with ``fused=True``: Lightning refuses to clip those in mixed precision."""
 
@@ -64,6 +64,9 @@ def joint_facts(facts: Sequence[OptimizerFacts]) -> OptimizerFacts:
 
     Implementations are those that each of them can have; states are quantised where one of them can have it.
     """
+    if not facts:
+        obstacle = "configure_optimizers made no optimizer"
+        return OptimizerFacts(name="none", implementations=(), quantisation_obstacle=obstacle)
     first, *others = facts
     obstacles = [each.quantisation_obstacle for each in facts]
     known = "; ".join(dict.fromkeys(obstacle.rstrip(".") for obstacle in obstacles if obstacle is not None))
@@ -75,6 +78,7 @@ def joint_facts(facts: Sequence[OptimizerFacts]) -> OptimizerFacts:
         ),
         quantisation_obstacle=None if some_can else known,
         left_as_configured=known if some_can and known else None,
+        needs_closure=any(each.needs_closure for each in facts),
         unscales_by_itself=any(each.unscales_by_itself for each in facts),
     )
 

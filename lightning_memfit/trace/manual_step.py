@@ -1,7 +1,8 @@
 """Manual optimization: a ``training_step`` that runs backward and steps its optimizers itself, on fakes.
 
 Adapter for Lightning's private names (2.5 to 2.6): ``core.optimizer._init_optimizers_and_lr_schedulers``,
-``Strategy._lightning_optimizers`` and ``LightningOptimizer._strategy``.
+``Strategy._lightning_optimizers`` and ``LightningOptimizer._strategy``; and for the mark ``_opt_called`` that torch's
+schedulers leave on an optimizer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.observe.grown_states import let_states_grow
 from lightning_memfit.plan import Phase
+from lightning_memfit.trace.closure_step import follow_few_iterations, growth_notes
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
@@ -64,7 +67,7 @@ def trace_manual_steps(
     """Follow as many training steps as it takes for every optimizer to step, at least two, in the steady state.
 
     Before, the same number of steps runs unrecorded: it creates the optimizers' states, and leaves gradients and
-    attributes as the user's code leaves them.
+    attributes as the user's code leaves them. States that go on growing are those of a late step.
 
     Args:
         program: what the step consists of.
@@ -93,6 +96,8 @@ def trace_manual_steps(
             while count < 2 or (optimizers.waited_for and count < MOST_BATCHES):
                 run(count)
                 count += 1
+            for optimizer in optimizers.made:
+                let_states_grow(optimizer)
         add_module_residents(tracer, module)
         parameters = list(module.parameters())
         add_step_residents(tracer, parameters, optimizers.made)
@@ -103,9 +108,8 @@ def trace_manual_steps(
                 tracer.micro_step = index
                 run(index)
         tracer.stop_following()
-        return timeline_of(
-            tracer, parameters, micro_steps=count, followed_micro_steps=count, notes=_still_waiting(optimizers)
-        )
+        notes = (*_still_waiting(optimizers), *growth_notes(optimizers.made))
+        return timeline_of(tracer, parameters, micro_steps=count, followed_micro_steps=count, notes=notes)
 
 
 def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any]) -> list[Any]:
@@ -171,6 +175,8 @@ class _FakeOptimizers:
         with self._tracer.not_recording():
             optimizers, schedulers = _configured(program)
             self.made = [program.prepare_optimizer(optimizer) for optimizer in optimizers]
+            for optimizer in self.made:
+                follow_few_iterations(optimizer)
         for old in optimizers:
             old._opt_called = True  # schedulers of one that a lever replaced ask whether it has stepped
         self.waited_for = {id(optimizer) for optimizer in self.made}
@@ -196,17 +202,15 @@ class _FakeOptimizers:
         return self._program.module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """As ``LightningOptimizer`` asks its strategy: runs the closure within the step."""
+        """As ``LightningOptimizer`` asks its strategy: within the step the closure runs, and then the module's hook."""
 
         def within_step() -> Any:
-            phase, self._tracer.phase = self._tracer.phase, "forward"
-            try:
-                return closure()
-            finally:
-                self._tracer.phase = phase
+            with _phase(self._tracer, "forward"):
+                result = closure()
+            self._program.module.on_before_optimizer_step(optimizer)
+            return result
 
         with users_code():
-            self._program.module.on_before_optimizer_step(optimizer)
             return optimizer.step(closure=within_step, **kwargs)
 
     def _backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:

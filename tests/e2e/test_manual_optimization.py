@@ -192,6 +192,49 @@ def test_an_optimizer_that_does_not_step_makes_the_proof_none_and_that_is_said(m
     assert any(note.startswith("NOT PROVEN") for note in plugin.plan.notes)
 
 
+class Newtonian(Adversarial):
+    """One optimizer that runs its closure itself, and keeps a history."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.judge(self.blocks(batch[0])).square().mean()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, history_size=10)
+
+
+def test_a_history_is_in_forecast_and_proof_and_no_seconds_are_predicted(make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(precision="32-true", verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(Newtonian(), loader())
+    assert plugin.plan is not None and plugin.measured is not None
+    predicted, measured = plugin.plan.forecast.memory, plugin.measured.measured_peak_allocated_bytes
+    assert predicted.by_category["optimizer_states"] >= 20 * predicted.by_category["parameters"]
+    assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=1e-4)
+    assert plugin.plan.forecast.predicted_step_seconds is None and plugin.plan.forecast.flops is None
+
+
+def test_without_any_optimizer_the_run_is_planned_all_the_same(make_trainer: MakeTrainer) -> None:
+    class Unoptimized(Adversarial):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.judge(self.blocks(batch[0])).mean())
+
+        def configure_optimizers(self) -> Any:
+            return []
+
+    plugin = MemFit(precision="32-true", verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(Unoptimized(), loader())
+    assert plugin.plan is not None
+    (states,) = (choice for choice in plugin.plan.choices if choice.lever == "optimizer_states")
+    assert states.reason == "fits; could not be quantised: configure_optimizers made no optimizer"
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_gives_what_lightning_alone_gives(precision: str, make_trainer: MakeTrainer) -> None:
     ours, theirs = Adversarial(), Adversarial()
