@@ -304,7 +304,7 @@ def _evaluation_does_not_fit(measurement: Measurement, budget: Budget) -> NoFeas
     missing = "" if peak is None else f", {format_bytes(peak - budget.budget_bytes)} too much"
     way_out = "make the validation loader's batch smaller"
     if measurement.evaluation_kept_bytes:
-        way_out += ", keep what you need of each batch on the host (.cpu()), or as running sums"
+        way_out += ", keep less of each batch until the end of the evaluation, such as running sums"
     enough = "" if peak is None else f', or set budget="{-(-peak // MIB)}MiB" or more'
     return NoFeasiblePlanError(
         f"Training fits the budget of {format_bytes(budget.budget_bytes)}, but {_evaluation_words(measurement)}"

@@ -106,7 +106,7 @@ def test_predictions_that_would_not_fit_are_an_error_before_the_first_epoch(make
     message = str(caught.value)
     assert "but an evaluation needs " in message
     assert "and the module keeps 8.000 KiB of each of 4000 batches, such as predictions" in message
-    assert "keep what you need of each batch on the host (.cpu()), or as running sums" in message
+    assert "keep less of each batch until the end of the evaluation, such as running sums" in message
     assert module.steps == 0, "no step of the run was spent"
 
 
