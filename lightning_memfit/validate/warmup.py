@@ -3,8 +3,8 @@
 Adapter for Lightning's loops: touches ``trainer.fit_loop.epoch_loop`` (``batch_progress``, ``automatic_optimization``,
 ``manual_optimization``, ``_build_kwargs``, ``_should_accumulate``), its ``val_loop`` (``_on_evaluation_model_eval``,
 ``_on_evaluation_model_train``, ``_build_kwargs``, ``_build_step_args_from_hook_kwargs``, ``_module_mode``),
-``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``), and ``_call_lightning_module_hook`` and
-``_call_strategy_hook`` of ``trainer/call.py``.
+``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``, ``epoch_end_reached``), and
+``_call_lightning_module_hook`` and ``_call_strategy_hook`` of ``trainer/call.py``.
 """
 
 from __future__ import annotations
@@ -421,13 +421,13 @@ def _check_supported(trainer: Any, module: Any) -> None:
             "cannot give it the worst one. Take `batch` instead, or set MEMFIT=off for this run."
         )
     epoch_loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
-    val_loop = getattr(epoch_loop, "val_loop", None)
+    val_loop, connector = getattr(epoch_loop, "val_loop", None), getattr(trainer, "_logger_connector", None)
     wanted: list[tuple[Any, str]] = [
         *((epoch_loop, name) for name in ("batch_progress", "automatic_optimization", "manual_optimization")),
         *((epoch_loop, name) for name in ("_build_kwargs", "_should_accumulate", "_results")),
         *((val_loop, name) for name in ("_on_evaluation_model_eval", "_on_evaluation_model_train", "_build_kwargs")),
         (val_loop, "_build_step_args_from_hook_kwargs"),
-        (getattr(trainer, "_logger_connector", None), "on_batch_start"),
+        *((connector, name) for name in ("on_batch_start", "on_batch_end", "epoch_end_reached")),
         (module, "_on_before_batch_transfer"),
         (upstream_module(trainer, "trainer.call"), "_call_lightning_module_hook"),
         (upstream_module(trainer, "trainer.call"), "_call_strategy_hook"),
