@@ -24,7 +24,7 @@ from lightning_memfit.fingerprint import optimizer_words
 from lightning_memfit.forecaster import autocast_context, checkpointed, floating_dtype
 from lightning_memfit.plan import Candidate, Forecast
 from lightning_memfit.predict.memory import predict_memory
-from lightning_memfit.trace.manual_step import ManualProgram, look_at_optimizers, trace_manual_steps
+from lightning_memfit.trace.manual_step import MOST_BATCHES, ManualProgram, look_at_optimizers, trace_manual_steps
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
 from lightning_memfit.trace.timeline import Timeline
 
@@ -160,8 +160,8 @@ class ManualForecaster:
             recomputed_flops=timeline.recomputed_flops // batches if known else None,
             predicted_step_seconds=self._seconds(timeline) if known else None,
             notes=(
-                f"manual optimization: {batches} batches were followed one after the other, in which every optimizer "
-                f"steps{work}",
+                f"manual optimization: {batches} batches were followed one after the other, until every optimizer has "
+                f"stepped or {MOST_BATCHES} are done{work}",
                 *timeline.notes,
                 *probes.notes,
             ),

@@ -1,14 +1,13 @@
 """Manual optimization: a ``training_step`` that runs backward and steps its optimizers itself, on fakes.
 
 Adapter for Lightning's private names (2.5 to 2.6): ``core.optimizer._init_optimizers_and_lr_schedulers``,
-``Strategy._lightning_optimizers`` and ``LightningOptimizer._strategy``; and for the mark ``_opt_called`` that torch's
-schedulers leave on an optimizer.
+``Strategy._lightning_optimizers`` and ``LightningOptimizer._strategy``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.observe.grown_states import let_states_grow
+from lightning_memfit.observe.schedules_at_rest import schedules_at_rest
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.closure_step import follow_few_iterations, growth_notes
 from lightning_memfit.trace.converted_fakes import fakes_in
@@ -155,8 +155,8 @@ class _FakeOptimizers:
     """Within this context the Trainer's strategy holds optimizers over fakes, and the tracer is told of phases.
 
     ``self.optimizers()``, ``self.lr_schedulers()``, ``toggle_optimizer`` and ``clip_gradients`` then do what they do in
-    training. ``self.manual_backward`` and the optimizers' ``step`` go past strategy and precision plugin, whose hooks
-    would reach callbacks.
+    training, but schedules stand still. ``self.manual_backward`` and the optimizers' ``step`` go past strategy and
+    precision plugin, whose hooks would reach callbacks.
 
     Attributes:
         made: the optimizers, with their levers.
@@ -169,6 +169,7 @@ class _FakeOptimizers:
         self._program = program
         self._tracer = tracer
         self._attributes: dict[str, Any] = {}
+        self._resting = ExitStack()
 
     def __enter__(self) -> _FakeOptimizers:
         program, strategy = self._program, self._program.trainer.strategy
@@ -177,8 +178,7 @@ class _FakeOptimizers:
             self.made = [program.prepare_optimizer(optimizer) for optimizer in optimizers]
             for optimizer in self.made:
                 follow_few_iterations(optimizer)
-        for old in optimizers:
-            old._opt_called = True  # schedulers of one that a lever replaced ask whether it has stepped
+        self._resting.enter_context(schedules_at_rest(config.scheduler for config in schedulers))
         self.waited_for = {id(optimizer) for optimizer in self.made}
         self._attributes = dict(vars(strategy))
         strategy.optimizers = self.made
@@ -193,6 +193,7 @@ class _FakeOptimizers:
 
     def __exit__(self, *_: object) -> None:
         attributes = vars(self._program.trainer.strategy)
+        self._resting.close()
         attributes.clear()
         attributes.update(self._attributes)
 

@@ -25,6 +25,7 @@ from lightning_memfit.errors import UnsupportedError, is_out_of_memory
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.grown_states import let_states_grow
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
+from lightning_memfit.observe.schedules_at_rest import schedules_at_rest
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
 from lightning_memfit.plan import Measurement, OperatorCost, OptimizerStatesMeasurement
@@ -59,9 +60,9 @@ def run_warmup(
     Called where everything is final: in a callback's ``on_sanity_check_start``, or in ``on_train_start`` if no sanity
     check runs. Every Lightning batch of a window is ``batch``. The module's own hooks run as in training, since its
     ``training_step`` may rely on them: ``on_train_start``, ``on_train_epoch_start``, those of each batch, and the same
-    for validation; no end-of-epoch hooks, no learning-rate scheduler steps. Callbacks, loggers and Lightning's profiler
-    do not take part. Optimizer states that grow for many steps are grown after the first one. Also after an error,
-    everything is put back, and the error passes through.
+    for validation; no end-of-epoch hooks, no learning-rate scheduler steps, also where ``training_step`` calls for
+    them. Callbacks, loggers and Lightning's profiler do not take part. Optimizer states that grow for many steps are
+    grown after the first one. Also after an error, everything is put back, and the error passes through.
 
     Args:
         trainer: the user's Trainer, fitting, with optimizers made.
@@ -110,6 +111,7 @@ def run_warmup(
             tensors_in=where,
         ),
         silenced(trainer),
+        schedules_at_rest(config.scheduler for config in trainer.lr_scheduler_configs),
         torch.enable_grad(),
     ):
         _drop_gradients(module, trainer.optimizers)

@@ -91,8 +91,8 @@ def test_the_loaders_own_effective_batch_is_planned_and_why_it_is_not_divided_is
     )
     assert reasons["zero_gradients_early"].value == "as in training_step"
     assert plugin.plan.notes[0] == (
-        "manual optimization: 3 batches were followed one after the other, in which every optimizer steps; seconds and "
-        "FLOPs are those of one batch, on average"
+        "manual optimization: 3 batches were followed one after the other, until every optimizer has stepped or 32 are "
+        "done; seconds and FLOPs are those of one batch, on average"
     )
     # The warm-up ran batches 0 to 2 as often as it liked, and the run saw none of it.
     assert module.indices == [0, 1, 2, 3, 4, 5]
@@ -218,6 +218,27 @@ def test_a_history_is_in_forecast_and_proof_and_no_seconds_are_predicted(make_tr
     assert predicted.by_category["optimizer_states"] >= 20 * predicted.by_category["parameters"]
     assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=1e-4)
     assert plugin.plan.forecast.predicted_step_seconds is None and plugin.plan.forecast.flops is None
+
+
+def test_a_schedule_that_knows_its_number_of_steps_takes_those_of_the_run_only(make_trainer: MakeTrainer) -> None:
+    class Scheduled(Adversarial):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            make, judge = super().configure_optimizers()
+            return [make, judge], [torch.optim.lr_scheduler.OneCycleLR(judge, 1e-3, total_steps=6)]
+
+    plugin = MemFit(precision="32-true", optimizer_implementation="as-configured", verbose=False)
+    ours, theirs = Scheduled(), Scheduled()
+    trainer = make_trainer(plugin, max_epochs=1)
+    trainer.fit(ours, loader())
+    make_trainer(max_epochs=1).fit(theirs, loader())
+    assert plugin.plan is not None and plugin.plan.forecast.method == "traced"
+    assert [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs] == [6]
+    assert "step" not in vars(trainer.lr_scheduler_configs[0].scheduler)
+    assert largest_difference(weights_of(ours), weights_of(theirs)) == 0.0
 
 
 def test_without_any_optimizer_the_run_is_planned_all_the_same(make_trainer: MakeTrainer) -> None:
