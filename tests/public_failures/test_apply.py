@@ -364,6 +364,8 @@ def test_modules_that_the_user_asks_to_recompute_and_cannot_be_are_named(make_tr
 
 @pytest.mark.usefixtures("routes_change")
 def test_what_the_users_own_recomputation_raises_passes_through(make_trainer: MakeTrainer) -> None:
+    """Lightning-AI/pytorch-lightning#19267: there is nothing that a plan could leave out."""
+
     class Own(Network):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
