@@ -61,7 +61,7 @@ class MemFitConfig:
     split_batch: str | None = None
     """Import path of a function that divides a batch."""
     loss_weight: str = "samples"
-    """``"samples"``, ``"tokens"``, ``"sum"``, or the import path of a function."""
+    """A :data:`~lightning_memfit.plan.LossWeightWord`, or the import path of a function."""
     worst_batch: str | None = None
     """Import path of a function that makes the largest batch."""
     max_length: int | None = None

@@ -38,8 +38,9 @@ class Outcome:
     """How it was found, in words."""
 
 
-Prove = Callable[[Forecast], tuple[Measurement | None, bool]]
-"""Runs a forecast's plan: what was measured (``None``: out of memory), and whether it stayed within the budget."""
+Prove = Callable[[Forecast], tuple[Measurement | None, bool] | None]
+"""Runs a forecast's plan: what was measured (``None``: out of memory), and whether it stayed within the budget; or
+``None`` if it cannot be run at all, and takes no part."""
 Retime = Callable[[Forecast], float]
 """Seconds of one optimizer step of a plan that stood already."""
 
@@ -64,7 +65,10 @@ def fastest(
         if out_of_time():
             left_out += 1
             continue
-        measurement, stood = prove(rival)
+        proven = prove(rival)
+        if proven is None:
+            continue
+        measurement, stood = proven
         timed.append(_timed(rival, measurement, stood=stood))
         if measurement is not None and stood:
             standing.append(Standing(forecast=rival, measurement=measurement))

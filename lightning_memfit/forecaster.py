@@ -347,6 +347,11 @@ class Forecaster:
         )
 
     def _measured_now(self, candidate: Candidate, accumulates: bool) -> PeakLine:
+        if self._needs_closure:
+            raise TraceError(
+                f"The step could not be traced ({self.untraceable}), and of an optimizer that runs forward and "
+                "backward itself no small real steps are measured instead. Use a step that needs no values."
+            )
         try:
             with checkpointed(self._program.module, candidate.checkpointed_modules):
                 return measure_small_steps(

@@ -1,6 +1,7 @@
-"""What a candidate needs under manual optimization: its training steps traced whole, or measured small.
+"""What a candidate needs under manual optimization: its training steps traced whole.
 
-Nothing is derived from other candidates' traces: only ``training_step`` knows where it runs backward and steps.
+Nothing is derived from other candidates' traces or measured small: only ``training_step`` knows where it runs backward
+and steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_memfit.fingerprint import optimizer_words
 from lightning_memfit.forecaster import autocast_context, checkpointed, floating_dtype
 from lightning_memfit.plan import Candidate, Forecast
 from lightning_memfit.predict.memory import predict_memory
-from lightning_memfit.trace.manual_step import ManualProgram, look_at_optimizers, trace_manual_steps
+from lightning_memfit.trace.manual_step import MOST_BATCHES, ManualProgram, look_at_optimizers, trace_manual_steps
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
 from lightning_memfit.trace.timeline import Signature, Timeline
 
@@ -67,6 +68,7 @@ class ManualForecaster:
         self._resident_batches = resident_batches
         self._waiting_batch = waiting_batch
         self._rates = rates
+        self._untraceable: str | None = None
         self._forecasts: dict[Candidate, Forecast] = {}
         self._recomputed: dict[Candidate, frozenset[str]] = {}
 
@@ -77,7 +79,13 @@ class ManualForecaster:
             TraceError: if its step cannot be traced.
         """
         if candidate not in self._forecasts:
-            self._forecasts[candidate] = self._forecast(candidate)
+            if self._untraceable is not None:
+                raise TraceError(self._untraceable)
+            try:
+                self._forecasts[candidate] = self._forecast(candidate)
+            except TraceError as error:
+                self._untraceable = str(error)
+                raise
         return self._forecasts[candidate]
 
     def estimate(self, candidate: Candidate) -> Forecast:
@@ -128,7 +136,8 @@ class ManualForecaster:
     def for_batch(self, batch: Any, waiting_batch: Any = None) -> ManualForecaster:
         """The same for another batch; what is known of the optimizers is shared."""
         other = copy.copy(self)
-        other._batch, other._waiting_batch, other._forecasts, other._recomputed = batch, waiting_batch, {}, {}
+        other._batch, other._waiting_batch, other._untraceable = batch, waiting_batch, None
+        other._forecasts, other._recomputed = {}, {}
         return other
 
     def timeline(self, candidate: Candidate) -> Timeline:
@@ -156,16 +165,17 @@ class ManualForecaster:
         self._recomputed[candidate] = frozenset(call.module for call in timeline.calls if call.recomputed)
         probes = self.probe(timeline.signatures)
         memory = predict_memory(timeline, probes.results)
-        batches = timeline.micro_steps
+        batches, known = timeline.micro_steps, not self.facts.needs_closure
+        work = "; seconds and FLOPs are those of one batch, on average" if known else ""
         return Forecast(
             candidate=candidate,
             memory=memory.beside(self.callback_bytes),
-            flops=timeline.flops // batches,
-            recomputed_flops=timeline.recomputed_flops // batches,
-            predicted_step_seconds=self._seconds(timeline),
+            flops=timeline.flops // batches if known else None,
+            recomputed_flops=timeline.recomputed_flops // batches if known else None,
+            predicted_step_seconds=self._seconds(timeline) if known else None,
             notes=(
-                f"manual optimization: {batches} batches were followed one after the other, in which every optimizer "
-                "steps; seconds and FLOPs are those of one batch, on average",
+                f"manual optimization: {batches} batches were followed one after the other, until every optimizer has "
+                f"stepped or {MOST_BATCHES} are done{work}",
                 *timeline.notes,
                 *probes.notes,
             ),

@@ -70,7 +70,8 @@ class Measurement:
     evaluation_ran_out: bool = False
     """Whether the evaluation steps ran out of memory."""
     evaluation_kept_bytes: int = 0
-    """Bytes per evaluation batch that the module keeps until the end of the evaluation, such as predictions."""
+    """Bytes per evaluation batch that the module keeps until the end of the evaluation, such as predictions: measured
+    with the largest batch, and scaled to the mean bytes of those that were looked at."""
     evaluation_batches: int | None = None
     """Batches of one evaluation, over all its loaders; ``None`` if unknown."""
     evaluation_batch: str | None = None

@@ -203,7 +203,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if self.is_off:
             return module
         check_trainer(trainer)
-        idle = idle_reason(trainer, module)
+        idle = idle_reason(trainer)
         if idle is not None:
             self._say(f"MemFit leaves this run alone: {idle}.")
             return module

@@ -75,7 +75,7 @@ def check_trainer(trainer: Any) -> None:
             )
 
 
-def idle_reason(trainer: Any, module: Any) -> str | None:
+def idle_reason(trainer: Any) -> str | None:
     """Why a run that is supported has nothing to plan; ``None`` if it has."""
     if trainer.limit_train_batches == 0:
         return "limit_train_batches=0: there is nothing to train"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,8 +183,11 @@ class Proving:
         first = Standing(forecast=plan.forecast, measurement=measurement)
         rivals = [rival for rival in self._planning.contenders if rival.candidate != plan.candidate]
         rivals += self._freed_by(first, rivals)
+        known = len(self._tried)
         outcome = fastest(first, rivals, self._prove_rival, self._retime, self._planning.is_out_of_time)
-        winner = outcome.winner
+        winner, ruled_out = outcome.winner, self._tried[known:]
+        others = [each for each in plan.passed_over if each.candidate not in {one.candidate for one in ruled_out}]
+        plan = replace(plan, passed_over=(*ruled_out, *others))
         if winner.forecast.candidate != plan.candidate:
             plan = self._plan_of(winner, plan)
         self._levers.put_on(plan.candidate)
@@ -212,11 +216,12 @@ class Proving:
         known = {standing.forecast.candidate, *(rival.candidate for rival in rivals)}
         return [] if found.candidate in known else [found]
 
-    def _prove_rival(self, rival: Forecast) -> tuple[Measurement | None, bool]:
+    def _prove_rival(self, rival: Forecast) -> tuple[Measurement | None, bool] | None:
         self._levers.put_on(rival.candidate)
         measurement, mismatch = self._warm_up(rival)
         if mismatch is not None:
-            return None, False
+            self._pass_over(rival, f"a module that was recomputed {mismatch.reason}")
+            return None
         verdict = judge(rival, measurement, self._prepared.budget)
         fits_evaluating = measurement is None or _evaluation_fits(measurement, self._prepared.budget)
         return measurement, verdict.fits and fits_evaluating
@@ -273,21 +278,28 @@ class Proving:
                 raise
         # Outside of the except block: the error's traceback keeps the step's tensors alive.
         if measurement is not None and self._validation is not None:
-            measurement = replace(measurement, evaluation_batch=self._validation.describe())
+            kept = round(measurement.evaluation_kept_bytes * self._validation.mean_share)
+            measurement = replace(measurement, evaluation_batch=self._validation.describe(), evaluation_kept_bytes=kept)
         return measurement, mismatch
 
     def _retime(self, forecast: Forecast) -> float:
+        """Seconds of a step; infinite where it does not run a second time, so that the first time counts."""
         self._levers.put_on(forecast.candidate)
         self._planning.announce(f"timing again: {forecast.candidate.label}")
-        with self._prepared.loaders_in_sight():
-            return time_steps(
-                trainer=self._prepared.trainer,
-                module=self._prepared.module,
-                batch=self._prepared.batch,
-                seconds=TIMED_SECONDS,
-                accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
-                spare_bytes=_spare_bytes(self._prepared.budget, forecast),
-            )
+        try:
+            with self._prepared.loaders_in_sight():
+                return time_steps(
+                    trainer=self._prepared.trainer,
+                    module=self._prepared.module,
+                    batch=self._prepared.batch,
+                    seconds=TIMED_SECONDS,
+                    accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
+                    spare_bytes=_spare_bytes(self._prepared.budget, forecast),
+                )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return math.inf
 
     def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
         """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""
@@ -348,7 +360,7 @@ def _evaluation_does_not_fit(measurement: Measurement, budget: Budget) -> NoFeas
     missing = "" if peak is None else f", {format_bytes(peak - budget.budget_bytes)} too much"
     way_out = "make the validation loader's batch smaller"
     if measurement.evaluation_kept_bytes:
-        way_out += ", keep what you need of each batch on the host (.cpu()), or as running sums"
+        way_out += ", keep less of each batch until the end of the evaluation, such as running sums"
     enough = "" if peak is None else f', or set budget="{-(-peak // MIB)}MiB" or more'
     return NoFeasiblePlanError(
         f"Training fits the budget of {format_bytes(budget.budget_bytes)}, but {_evaluation_words(measurement)}"

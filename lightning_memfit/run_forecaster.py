@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import ConfigurationError, TraceError
@@ -14,6 +14,7 @@ from lightning_memfit.manual_forecaster import ManualForecaster
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import Candidate, Forecast, MemoryBreakdown
+from lightning_memfit.trace.closure_step import needs_closure
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.step_program import StepProgram, optimizers_of, program_of
 
@@ -126,11 +127,12 @@ def _the_optimizer(trainer: Any, module: Any) -> Optimizer:
         ) from error
     if len(found) == 1:
         accumulate = trainer.accumulate_grad_batches  # the planned number, while a step is traced
-        if isinstance(found[0], LBFGS) and accumulate > 1:
+        if needs_closure(found[0]) and accumulate > 1:
             raise ConfigurationError(
-                f"LBFGS runs its closure several times per optimizer step, so that with {accumulate} accumulated "
-                "batches the gradients of the last one would be added several times. Make the loader's batch as large "
-                "as effective_batch_size (MemFit slices it exactly), or use another optimizer."
+                f"{type(found[0]).__name__} runs its closure several times per optimizer step, so that with "
+                f"{accumulate} accumulated batches the gradients of the last one would be added several times. Make "
+                "the loader's batch as large as effective_batch_size (MemFit slices it exactly), or use another "
+                "optimizer."
             )
         return found[0]
     if not found:

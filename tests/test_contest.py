@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from lightning_memfit.contest import Outcome, Standing, fastest
@@ -29,7 +30,7 @@ def measured(seconds: float) -> Measurement:
 
 
 class Contest:
-    """Rivals with times of their own; ``None`` runs out of memory, a negative one is above the budget."""
+    """Rivals with times of their own; ``None`` runs out of memory, a negative one is above the budget, 0 cannot run."""
 
     def __init__(self, first: float, again: dict[str, float] | None = None, **rivals: float | None) -> None:
         self.times = rivals
@@ -38,10 +39,12 @@ class Contest:
         self.proved: list[str] = []
         self.retimed: list[str] = []
 
-    def prove(self, rival: Forecast) -> tuple[Measurement | None, bool]:
+    def prove(self, rival: Forecast) -> tuple[Measurement | None, bool] | None:
         name = rival.candidate.optimizer_implementation
         self.proved.append(name)
         seconds = self.times[name]
+        if seconds == 0:
+            return None
         return (None, False) if seconds is None else (measured(abs(seconds)), seconds > 0)
 
     def retime(self, standing: Forecast) -> float:
@@ -100,3 +103,16 @@ def test_without_rivals_nothing_is_said_and_nothing_changes() -> None:
     outcome = contest.outcome()
     assert outcome.reason == "" and contest.retimed == []
     assert outcome.winner == replace(contest.first, measurement=measured(1.0))
+
+
+def test_what_cannot_be_run_takes_no_part_and_is_not_listed() -> None:
+    outcome = Contest(1.0, fused=0, foreach=0.5).outcome()
+    assert winner(outcome) == "foreach"
+    steps = [timed.candidate.optimizer_implementation for timed in outcome.winner.measurement.timed_plans]
+    assert steps == ["as-configured", "foreach"]
+
+
+def test_a_second_time_that_could_not_be_had_leaves_the_first() -> None:
+    outcome = Contest(1.0, {"as-configured": math.inf, "fused": math.inf}, fused=0.9).outcome()
+    assert winner(outcome) == "fused"
+    assert outcome.winner.seconds == 0.9

@@ -375,6 +375,15 @@ def test_what_can_be_neither_traced_nor_run_says_both() -> None:
         forecaster_of(Masked(), 8).estimate(candidate(8, precision="bf16-true"))
 
 
+def test_of_an_optimizer_that_runs_the_step_itself_nothing_is_measured_small() -> None:
+    with pytest.raises(TraceError) as caught:
+        forecaster_of(Masked(torch.optim.LBFGS), 8).estimate(candidate(8))
+    assert str(caught.value) == (
+        "The step could not be traced (DynamicOutputShapeException: aten.nonzero.default), and of an optimizer that "
+        "runs forward and backward itself no small real steps are measured instead. Use a step that needs no values."
+    )
+
+
 def test_what_the_user_set_and_cannot_be_used_is_raised_as_it_is() -> None:
     def refuse(parameters: Any) -> torch.optim.Optimizer:
         raise ConfigurationError("no such optimizer")

@@ -56,6 +56,8 @@ class ScannedBatch:
     """A batch of fewer bytes, but more per sample; ``None`` if the largest has the most of both."""
     dataloader_idx: int | None = None
     """Which of several validation loaders that are read one after another it comes from; ``None`` if there is one."""
+    mean_share: float = 1.0
+    """Mean bytes of the batches that were loaded, over those of this one; over all loaders of an evaluation."""
     epoch_batches: int | None = None
     """Batches of a whole evaluation, over all loaders; ``None`` if unknown, or if it is no validation batch."""
     held_bytes: int = 0

@@ -69,6 +69,7 @@ class Scan(ABC):
             total=self._bounds.total,
             larger_elsewhere=self._tally.larger_elsewhere(),
             shape_ranges=self._tally.shape_ranges(),
+            mean_share=self._tally.mean_share(),
             rival=rival,
             unreadable=self._unreadable,
             **facts,
@@ -374,6 +375,11 @@ class _Tally:
 
     def bytes_at(self, position: int) -> int | None:
         return self._measured[position].num_bytes if position in self._measured else None
+
+    def mean_share(self) -> float:
+        """Mean bytes of a batch over those of the largest."""
+        largest = self._measured[self.largest].num_bytes
+        return sum(each.num_bytes for each in self._measured.values()) / (len(self._measured) * max(1, largest))
 
     def larger_elsewhere(self) -> tuple[str, ...]:
         """Tensors of which another batch has more elements than the largest one, in words."""

@@ -292,10 +292,7 @@ def scan_validation_batches(
     all_bounds = _validation_bounds(trainer, members, limits, clock)
     scans = [scan_of(look, bounds) for look, bounds in zip(looks, all_bounds, strict=True)]
     if mode_of(loaders) == "sequential":
-        found = _largest(looks, scans, move)
-        totals = [bounds.total for bounds in all_bounds]
-        if found is not None and None not in totals:
-            found = replace(found, epoch_batches=sum(total for total in totals if total is not None))
+        found = _largest(looks, scans, move, [bounds.total for bounds in all_bounds])
     else:
         found = _side_by_side(loaders, looks, scans, move)
     delivered = [look.deliver() for look in looks]
@@ -359,16 +356,28 @@ def _validation_bounds(
     ]
 
 
-def _largest(looks: list[Look], scans: list[Scan], move: Move | None) -> ScannedBatch | None:
+def _largest(
+    looks: list[Look], scans: list[Scan], move: Move | None, totals: Sequence[int | None]
+) -> ScannedBatch | None:
     """The largest batch of loaders that are read one after another."""
-    largest: ScannedBatch | None = None
+    each_largest: list[tuple[int, int, ScannedBatch]] = []
     for index, (look, scan) in enumerate(zip(looks, scans, strict=True)):
         found = largest_batches([look], [scan], move)
-        if found is None:
-            continue
-        if largest is None or measure(found[0].batch).num_bytes > measure(largest.batch).num_bytes:
-            largest = replace(found[0], dataloader_idx=index if len(looks) > 1 else None)
-    return largest
+        if found is not None:
+            each_largest.append((measure(found[0].batch).num_bytes, index, found[0]))
+    if not each_largest:
+        return None
+    size, index, largest = max(each_largest, key=lambda each: (each[0], -each[1]))
+    largest = replace(largest, dataloader_idx=index if len(looks) > 1 else None)
+    counts = [total for total in totals if total is not None]
+    if len(counts) < len(totals):
+        return largest
+    whole = sum(counts[at] * one * found.mean_share for one, at, found in each_largest)
+    return replace(
+        largest,
+        epoch_batches=sum(counts),
+        mean_share=whole / (max(1, sum(counts)) * max(1, size)),
+    )
 
 
 def _side_by_side(loaders: Any, looks: list[Look], scans: list[Scan], move: Move | None) -> ScannedBatch | None:

@@ -104,7 +104,8 @@ class Slicer:
             module: the LightningModule in training.
             split: sizes of the slices. A plan of one slice never divides; else no slice exceeds its largest.
             split_batch: the user's ``(batch, micro_batch_size) -> pairs of (slice, samples)``.
-            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"sum"`` or a function of a slice.
+            loss_weight: what a slice's mean loss counts; the words are those of
+                :func:`~lightning_memfit.apply.slicing.weight_of`.
             zero_gradients_early: free the gradients before the forward of a window instead of after it.
 
         Raises:

@@ -43,7 +43,7 @@ class OptimizerFacts:
     left_as_configured: str | None = None
     """Which of several optimizers would keep their states, and why, where others' can be quantised; else ``None``."""
     needs_closure: bool = False
-    """Whether its step runs forward and backward itself."""
+    """Whether its step runs forward and backward itself; how often, and so for how long, is not known beforehand."""
     unscales_by_itself: bool = False
     """Whether it takes scaled gradients, as with ``fused=True``: Lightning refuses to clip those in mixed precision."""
 

@@ -51,8 +51,7 @@ class BatchDivider:
         Args:
             split: a plan of one slice never divides; else no slice exceeds its largest.
             split_batch: the user's function, in place of dividing every tensor along dimension 0.
-            loss_weight: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"`` (of these, the ones
-                behind the first of each sample), ``"sum"`` or a function of a slice.
+            loss_weight: what a slice's mean loss counts; the words are those of :func:`weight_of`.
 
         Raises:
             ConfigurationError: if ``loss_weight`` is neither a known word nor callable.

@@ -99,14 +99,7 @@ def _checkpointing_choice(
 ) -> Choice:
     candidate = chosen.candidate
     if candidate.activation_checkpointing == "none":
-        reason = "fits without recomputing anything"
-        if request.activation_checkpointing == "none":
-            reason = "as given"
-        elif len(space.checkpointing) == 1:
-            reason = space.checkpointing_reason or "no repeated blocks found"
-        if space.recomputed_anyway and len(space.checkpointing) == 1:
-            blocks = f"the model itself recomputes {_modules(space.recomputed_anyway)}"
-            reason = f"as given; {blocks}" if request.activation_checkpointing == "none" else blocks
+        reason = _why_nothing_is_recomputed(request, space)
         return Choice(lever="activation_checkpointing", value="none", reason=reason)
     if request.activation_checkpointing != "auto":
         reason = "as given"
@@ -122,6 +115,14 @@ def _checkpointing_choice(
         reason += f"; costs {share:.0%} more FLOPs"
     value = _modules(candidate.checkpointed_modules)
     return Choice(lever="activation_checkpointing", value=value, reason=reason)
+
+
+def _why_nothing_is_recomputed(request: PlanRequest, space: SearchSpace) -> str:
+    if len(space.checkpointing) > 1:
+        return "fits without recomputing anything"
+    ruled_out = "as given" if request.activation_checkpointing == "none" else space.checkpointing_reason
+    anyway = f"the model itself recomputes {_modules(space.recomputed_anyway)}" if space.recomputed_anyway else None
+    return "; ".join(why for why in (ruled_out, anyway) if why is not None) or "no repeated blocks found"
 
 
 def note_on_recomputation(names: tuple[str, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ def trace_closure_step(
             follow_few_iterations(optimizer)
             followed = representative(slices, len(slices))
 
+            @torch.enable_grad()  # as Lightning's closure: a step may call it without gradients
             def closure(watch: StepObserver) -> Any:
                 run_window(
                     program,
@@ -105,9 +106,13 @@ def trace_closure_step(
             tracer.phase = "optimizer_step"
             optimizer.step(lambda: closure(observer))
         tracer.stop_following()
-        growth = grows(optimizer)
-        notes = () if growth is None else (f"{growth}: forecast and proof are those of a late step",)
-        return timeline_of(tracer, parameters, notes=notes)
+        return timeline_of(tracer, parameters, notes=growth_notes([optimizer]))
+
+
+def growth_notes(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
+    """What the user should know of optimizers whose states grow after their first steps."""
+    growths = dict.fromkeys(growth for optimizer in optimizers if (growth := grows(optimizer)) is not None)
+    return tuple(f"{growth}: forecast and proof are those of a late step" for growth in growths)
 
 
 def follow_few_iterations(optimizer: Optimizer) -> None:

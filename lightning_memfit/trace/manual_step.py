@@ -6,9 +6,8 @@ Adapter for Lightning's private names (2.5 to 2.6): ``core.optimizer._init_optim
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_memfit.errors import UnsupportedError
-from lightning_memfit.observe.grown_states import grows, let_states_grow
+from lightning_memfit.observe.grown_states import let_states_grow
+from lightning_memfit.observe.schedules_at_rest import schedules_at_rest
 from lightning_memfit.plan import Phase
-from lightning_memfit.trace.closure_step import follow_few_iterations
+from lightning_memfit.trace.closure_step import follow_few_iterations, growth_notes
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
@@ -31,7 +31,7 @@ from lightning_memfit.trace.faked_step import (
     names_of,
     timeline_of,
 )
-from lightning_memfit.trace.step_program import users_code
+from lightning_memfit.trace.step_program import takes_batch_idx, users_code
 from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.tracer import StepTracer
@@ -74,7 +74,7 @@ def trace_manual_steps(
     """Follow as many training steps as it takes for every optimizer to step, at least two, in the steady state.
 
     Before, the same number of steps runs unrecorded: it creates the optimizers' states, and leaves gradients and
-    attributes as the user's code leaves them.
+    attributes as the user's code leaves them. States that go on growing are those of a late step.
 
     Args:
         program: what the step consists of.
@@ -115,9 +115,8 @@ def trace_manual_steps(
                 tracer.micro_step = index
                 run(index)
         tracer.stop_following()
-        return timeline_of(
-            tracer, parameters, micro_steps=count, followed_micro_steps=count, notes=_still_waiting(optimizers)
-        )
+        notes = (*_still_waiting(optimizers), *growth_notes(optimizers.made))
+        return timeline_of(tracer, parameters, micro_steps=count, followed_micro_steps=count, notes=notes)
 
 
 def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any]) -> list[Any]:
@@ -144,7 +143,7 @@ def index_in_epoch(trainer: Any, number: int) -> int:
 def _training_step(program: ManualProgram, batch: Any) -> Callable[[int], None]:
     """Runs ``training_step`` as Lightning's loop does, with the index of the batch where it takes one."""
     step = program.module.training_step
-    takes_index = len(inspect.signature(step).parameters) >= 2
+    takes_index = takes_batch_idx(step)
 
     def run(number: int) -> None:
         index = index_in_epoch(program.trainer, number)
@@ -172,8 +171,8 @@ class _FakeOptimizers:
     """Within this context the Trainer's strategy holds optimizers over fakes, and the tracer is told of phases.
 
     ``self.optimizers()``, ``self.lr_schedulers()``, ``toggle_optimizer`` and ``clip_gradients`` then do what they do in
-    training. ``self.manual_backward`` and the optimizers' ``step`` go past strategy and precision plugin, whose hooks
-    would reach callbacks.
+    training, but schedules stand still. ``self.manual_backward`` and the optimizers' ``step`` go past strategy and
+    precision plugin, whose hooks would reach callbacks.
 
     Attributes:
         made: the optimizers, with their levers.
@@ -187,6 +186,7 @@ class _FakeOptimizers:
         self._tracer = tracer
         self._attributes: dict[str, Any] = {}
         self._was_last_batch = False
+        self._resting = ExitStack()
 
     def __enter__(self) -> _FakeOptimizers:
         program, strategy = self._program, self._program.trainer.strategy
@@ -196,8 +196,7 @@ class _FakeOptimizers:
             program.follow([(old, new) for old, new in zip(optimizers, self.made, strict=True) if new is not old])
             for optimizer in self.made:
                 follow_few_iterations(optimizer)
-        for old in optimizers:
-            old._opt_called = True  # schedulers of one that a lever replaced ask whether it has stepped
+        self._resting.enter_context(schedules_at_rest(config.scheduler for config in schedulers))
         self.waited_for = {id(optimizer) for optimizer in self.made if not is_mock(optimizer)}
         self._attributes = dict(vars(strategy))
         self._was_last_batch = program.trainer.is_last_batch
@@ -213,6 +212,7 @@ class _FakeOptimizers:
 
     def __exit__(self, *_: object) -> None:
         attributes = vars(self._program.trainer.strategy)
+        self._resting.close()
         attributes.clear()
         attributes.update(self._attributes)
         self._program.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._was_last_batch
@@ -223,24 +223,25 @@ class _FakeOptimizers:
         return self._program.module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """As ``LightningOptimizer`` asks its strategy: runs the closure within the step."""
+        """As ``LightningOptimizer`` asks its strategy: within the step the closure runs, and then the module's hook."""
 
         def within_step() -> Any:
-            phase, self._tracer.phase = self._tracer.phase, "forward"
-            try:
-                return closure()
-            finally:
-                self._tracer.phase = phase
+            with _phase(self._tracer, "forward"):
+                result = closure()
+            self._program.module.on_before_optimizer_step(optimizer)
+            return result
 
         with users_code():
-            self._program.module.on_before_optimizer_step(optimizer)
             return optimizer.step(closure=within_step, **kwargs)
 
     def _backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         tracer = self._tracer
         tracer.categorise_saved()
+        module = self._program.module
         with _phase(tracer, "backward"):
-            self._program.module.backward(loss, *args, **kwargs)
+            module.on_before_backward(loss)
+            module.backward(loss, *args, **kwargs)
+            module.on_after_backward()
         grads = [each.grad for each in self._program.module.parameters() if each.grad is not None]
         tracer.categorise(grads, "gradients")
 
@@ -264,12 +265,8 @@ def _phase(tracer: StepTracer, phase: Phase) -> Iterator[None]:
 
 def _still_waiting(optimizers: _FakeOptimizers) -> Sequence[str]:
     waiting = [type(each).__qualname__ for each in optimizers.made if id(each) in optimizers.waited_for]
-    grown = [
-        f"{each}: forecast and proof are those of a late step" for each in filter(None, map(grows, optimizers.made))
-    ]
     if not waiting:
-        return tuple(grown)
+        return ()
     return (
-        *grown,
         f"{', '.join(waiting)} did not step within {MOST_BATCHES} batches, so that its states are not in the forecast",
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter
 from typing import Any, Protocol
 
 import torch
@@ -113,9 +114,18 @@ def program_of(
 
 
 def _call_training_step(module: Any, batch: Any) -> Any:
-    parameters = inspect.signature(module.training_step).parameters
-    # Lightning passes the batch index to any second argument, whatever its name.
-    return module.training_step(batch, 0) if len(parameters) >= 2 else module.training_step(batch)
+    step = module.training_step
+    return step(batch, 0) if takes_batch_idx(step) else step(batch)
+
+
+def takes_batch_idx(step: Callable[..., Any]) -> bool:
+    """Whether Lightning gives a ``training_step`` the index of the batch: to any second argument, whatever its name.
+
+    Source: ``is_param_in_hook_signature`` of ``lightning/pytorch/utilities/signature_utils.py``, 2.6.
+    """
+    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+    by_position = [kind for kind in kinds if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    return Parameter.VAR_POSITIONAL in kinds or len(by_position) >= 2
 
 
 def _configured(module: Any) -> Optimizer:

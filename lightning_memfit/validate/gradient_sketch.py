@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,18 @@ def sketch_gradients(module: nn.Module) -> GradientSketch:
     return GradientSketch(projections=projections, norms=norms)
 
 
+def not_finite(sketches: Iterable[GradientSketch]) -> str | None:
+    """The first parameter with a gradient that is not finite; ``None`` if there is none.
+
+    Told from projections: of infinite or undefined elements they are neither finite, while a norm may overflow.
+    """
+    for sketch in sketches:
+        for name, projection in sketch.projections.items():
+            if not math.isfinite(projection):
+                return name
+    return None
+
+
 def differing_gradient(
     whole: GradientSketch,
     again: GradientSketch,
@@ -55,7 +67,7 @@ def differing_gradient(
     """The parameter whose gradient differs most from what its parts add up to, and by which share of its norm.
 
     Args:
-        whole: of the undivided batch.
+        whole: of the undivided batch; finite, as those of ``again`` and ``parts``.
         again: of a repeat, whose difference is noise.
         parts: of the slices.
         shares: what each slice counts.

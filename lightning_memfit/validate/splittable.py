@@ -20,7 +20,7 @@ from lightning_memfit.errors import BatchStructureError
 from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
-from lightning_memfit.validate.gradient_sketch import GradientSketch, differing_gradient, sketch_gradients
+from lightning_memfit.validate.gradient_sketch import GradientSketch, differing_gradient, not_finite, sketch_gradients
 from lightning_memfit.validate.router_losses import RouterLosses
 from lightning_memfit.validate.state_changes import StateMarks, changed_between, mark_state
 from lightning_memfit.validate.warmup import silenced
@@ -226,6 +226,11 @@ class _Comparison:
                 why = "no sum over samples, as loss_weight='sum' says"
             return _inexact(
                 f"The loss of {whole.samples} samples is {reference:.7g}, {what} is {joined:.7g}: the loss is {why}"
+            ), []
+        broken = not_finite(each.gradients for each in ran if each.gradients is not None)
+        if broken is not None:
+            return _inexact(
+                f"The gradient of {broken} is not finite, of the undivided batch or of a slice: nothing can be compared"
             ), []
         found = self._differing_gradient(ran, shares)
         if found is not None:

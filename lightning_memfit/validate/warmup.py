@@ -3,7 +3,7 @@
 Adapter for Lightning's loops: touches ``trainer.fit_loop.epoch_loop`` (``batch_progress``, ``automatic_optimization``,
 ``manual_optimization``, ``_build_kwargs``, ``_should_accumulate``), its ``val_loop`` (``_on_evaluation_model_eval``,
 ``_on_evaluation_model_train``, ``_build_kwargs``, ``_build_step_args_from_hook_kwargs``, ``_module_mode``),
-``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``), and ``_call_callback_hooks``,
+``trainer._logger_connector`` (``on_batch_start``, ``on_batch_end``, ``epoch_end_reached``), ``_call_callback_hooks``,
 ``_call_lightning_module_hook`` and ``_call_strategy_hook`` of ``trainer/call.py``.
 """
 
@@ -26,6 +26,7 @@ from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.grown_states import let_states_grow
 from lightning_memfit.observe.logger_stand_ins import loggers_standing_in
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
+from lightning_memfit.observe.schedules_at_rest import schedules_at_rest
 from lightning_memfit.observe.snapshot import Snapshot, reachable_tensors, take_snapshot
 from lightning_memfit.observe.tensor_vault import TensorsIn
 from lightning_memfit.plan import Measurement, OperatorCost, OptimizerStatesMeasurement
@@ -60,9 +61,9 @@ def run_warmup(
     Called where everything is final: in a callback's ``on_sanity_check_start``, or in ``on_train_start`` if no sanity
     check runs. Every Lightning batch of a window is ``batch``. The module's own hooks run as in training, since its
     ``training_step`` may rely on them: ``on_train_start``, ``on_train_epoch_start``, those of each batch, and the same
-    for validation; no end-of-epoch hooks, no learning-rate scheduler steps. Callbacks, loggers and Lightning's profiler
-    do not take part. Optimizer states that grow for many steps are grown after the first one. Also after an error,
-    everything is put back, and the error passes through.
+    for validation; no end-of-epoch hooks, no learning-rate scheduler steps, also where ``training_step`` calls for
+    them. Callbacks, loggers and Lightning's profiler do not take part. Optimizer states that grow for many steps are
+    grown after the first one. Also after an error, everything is put back, and the error passes through.
 
     Args:
         trainer: the user's Trainer, fitting, with optimizers made.
@@ -111,6 +112,7 @@ def run_warmup(
             tensors_in=where,
         ),
         silenced(trainer),
+        schedules_at_rest(config.scheduler for config in trainer.lr_scheduler_configs),
         torch.enable_grad(),
     ):
         _drop_gradients(module, trainer.optimizers)
@@ -423,13 +425,13 @@ def _check_supported(trainer: Any, module: Any) -> None:
             "cannot give it the worst one. Take `batch` instead, or set MEMFIT=off for this run."
         )
     epoch_loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
-    val_loop = getattr(epoch_loop, "val_loop", None)
+    val_loop, connector = getattr(epoch_loop, "val_loop", None), getattr(trainer, "_logger_connector", None)
     wanted: list[tuple[Any, str]] = [
         *((epoch_loop, name) for name in ("batch_progress", "automatic_optimization", "manual_optimization")),
         *((epoch_loop, name) for name in ("_build_kwargs", "_should_accumulate", "_results")),
         *((val_loop, name) for name in ("_on_evaluation_model_eval", "_on_evaluation_model_train", "_build_kwargs")),
         (val_loop, "_build_step_args_from_hook_kwargs"),
-        (getattr(trainer, "_logger_connector", None), "on_batch_start"),
+        *((connector, name) for name in ("on_batch_start", "on_batch_end", "epoch_end_reached")),
         (module, "_on_before_batch_transfer"),
         (upstream_module(trainer, "trainer.call"), "_call_callback_hooks"),
         (upstream_module(trainer, "trainer.call"), "_call_lightning_module_hook"),

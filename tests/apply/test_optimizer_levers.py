@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-from lightning_memfit.apply.optimizer_levers import faked_quantisation, optimizer_facts, with_levers
+from lightning_memfit.apply.optimizer_levers import (
+    OptimizerFacts,
+    faked_quantisation,
+    joint_facts,
+    optimizer_facts,
+    with_levers,
+)
 from lightning_memfit.apply.quantised_states import verify_quantised
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import ConfigurationError
@@ -159,6 +165,27 @@ def test_facts_change_nothing() -> None:
     before = str(vars(optimizer))
     optimizer_facts(optimizer, module)
     assert str(vars(optimizer)) == before
+
+
+def test_several_optimizers_have_what_each_can_have_and_are_quantised_where_one_can_be() -> None:
+    module = Text()
+    adam, lbfgs = (optimizer_facts(make(module.parameters()), module) for make in (O.AdamW, O.LBFGS))
+    why = "torch.optim.LBFGS cannot be quantised: no 8-bit form is known to follow its update rule"
+    both = joint_facts([adam, lbfgs])
+    assert (both.name, both.implementations, both.needs_closure) == ("torch.optim.AdamW, torch.optim.LBFGS", (), True)
+    assert (both.quantisation_obstacle, both.left_as_configured) == (None, why)
+    twice = joint_facts([adam, adam])
+    assert (twice.implementations, twice.needs_closure) == (("foreach", "fused"), False)
+    assert (twice.quantisation_obstacle, twice.left_as_configured) == (None, None)
+    neither = joint_facts([lbfgs, lbfgs])
+    assert (neither.quantisation_obstacle, neither.left_as_configured) == (why, None)
+    assert joint_facts([adam]).implementations == adam.implementations
+
+
+def test_of_no_optimizer_nothing_can_be_chosen() -> None:
+    assert joint_facts([]) == OptimizerFacts(
+        name="none", implementations=(), quantisation_obstacle="configure_optimizers made no optimizer"
+    )
 
 
 def test_an_embedding_with_sparse_gradients_is_not_fused() -> None:

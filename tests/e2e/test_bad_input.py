@@ -580,6 +580,25 @@ def test_lbfgs_is_refused_where_batches_are_accumulated(make_trainer: MakeTraine
     )
 
 
+def test_any_optimizer_that_runs_its_closure_is_refused_there(make_trainer: MakeTrainer) -> None:
+    class Twice(torch.optim.SGD):
+        """As sharpness-aware minimisation does it."""
+
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            with torch.enable_grad():
+                closure()
+                loss = closure()
+            super().step()
+            return loss
+
+    class WithTwice(Model):
+        def configure_optimizers(self) -> Any:
+            return Twice(self.parameters(), lr=0.1)
+
+    with pytest.raises(ConfigurationError, match=r"^Twice runs its closure several times per optimizer step, so that"):
+        make_trainer(MemFit(effective_batch_size=16, verbose=False)).fit(WithTwice(), DataLoader(data(), batch_size=4))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

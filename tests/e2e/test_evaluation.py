@@ -113,7 +113,7 @@ def test_predictions_that_would_not_fit_are_an_error_before_the_first_epoch(make
     message = str(caught.value)
     assert "but an evaluation needs " in message
     assert "and the module keeps 8.000 KiB of each of 4000 batches, such as predictions" in message
-    assert "keep what you need of each batch on the host (.cpu()), or as running sums" in message
+    assert "keep less of each batch until the end of the evaluation, such as running sums" in message
     assert module.steps == 0, "no step of the run was spent"
 
 
@@ -215,3 +215,28 @@ def test_a_run_that_does_not_validate_has_no_evaluation(make_trainer: MakeTraine
     assert plugin.plan is not None and plugin.measured is not None
     assert plugin.plan.forecast.predicted_evaluation_peak_bytes is None
     assert plugin.measured.measured_evaluation_peak_bytes is None
+
+
+def test_what_is_kept_counts_by_the_mean_batch_and_not_by_the_largest(make_trainer: MakeTrainer) -> None:
+    # One batch of 400 samples, and 39 of one.
+    batches = [torch.randn(400 if index == 7 else 1, WIDTH) for index in range(40)]
+    plugin = MemFit(**AS_IT_IS)
+    module = Keeping()
+    make_trainer(plugin, max_epochs=1).fit(module, loader(32), DataLoader([[one] for one in batches], batch_size=None))
+    found = plugin.measured
+    assert found is not None and found.measured_evaluation_peak_bytes is not None
+    whole = (400 + 39) * WIDTH * 4
+    assert found.evaluation_batches == 40
+    assert found.evaluation_kept_bytes == pytest.approx(whole / 40, abs=1)
+
+
+def test_loaders_of_unequal_batches_count_by_their_mean(make_trainer: MakeTrainer) -> None:
+    class Several(Keeping):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+    plugin = MemFit(**AS_IT_IS)
+    make_trainer(plugin, max_epochs=1).fit(Several(), loader(32), [loader(64, 32), loader(16, 2)])
+    assert plugin.measured is not None
+    # Two batches of 32 samples and eight of 2.
+    assert plugin.measured.evaluation_kept_bytes == pytest.approx((64 + 16) * WIDTH * 4 / 10, abs=1)

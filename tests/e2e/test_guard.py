@@ -301,3 +301,15 @@ def test_slices_whose_comparison_runs_out_of_memory_are_refused(make_trainer: Ma
     plugin = MemFit(micro_batch_size=32, verbose=False, **AS_IT_IS)
     with pytest.raises(ConfigurationError, match="comparison of four samples with their slices ran out of memory"):
         make_trainer(plugin).fit(Exhausting(always=True), rare_class())
+
+
+def test_where_two_slices_do_not_fit_together_one_is_compared_with_its_halves(make_trainer: MakeTrainer) -> None:
+    class Crowded(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if len(batch[0]) == 64 and not self.training:
+                raise torch.OutOfMemoryError("no room for it")
+            return super().training_step(batch, batch_idx)
+
+    plugin = MemFit(micro_batch_size=32, verbose=False, **AS_IT_IS)
+    with pytest.raises(ConfigurationError, match=r"loss of 32 samples .* the loss is no mean over samples"):
+        make_trainer(plugin).fit(Crowded(ignore_index=2), rare_class())

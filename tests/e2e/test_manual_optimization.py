@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit import ConfigurationError, MemFit
@@ -91,8 +92,8 @@ def test_the_loaders_own_effective_batch_is_planned_and_why_it_is_not_divided_is
     )
     assert reasons["zero_gradients_early"].value == "as in training_step"
     assert plugin.plan.notes[0] == (
-        "manual optimization: 3 batches were followed one after the other, in which every optimizer steps; seconds and "
-        "FLOPs are those of one batch, on average"
+        "manual optimization: 3 batches were followed one after the other, until every optimizer has stepped or 32 are "
+        "done; seconds and FLOPs are those of one batch, on average"
     )
     # The warm-up ran batches 0 to 2 as often as it liked, and the run saw none of it.
     assert module.indices == [0, 1, 2, 3, 4, 5]
@@ -192,6 +193,70 @@ def test_an_optimizer_that_does_not_step_makes_the_proof_none_and_that_is_said(m
     assert any(note.startswith("NOT PROVEN") for note in plugin.plan.notes)
 
 
+class Newtonian(Adversarial):
+    """One optimizer that runs its closure itself, and keeps a history."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.judge(self.blocks(batch[0])).square().mean()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, history_size=10)
+
+
+def test_a_history_is_in_forecast_and_proof_and_no_seconds_are_predicted(make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(precision="32-true", verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(Newtonian(), loader())
+    assert plugin.plan is not None and plugin.measured is not None
+    predicted, measured = plugin.plan.forecast.memory, plugin.measured.measured_peak_allocated_bytes
+    assert predicted.by_category["optimizer_states"] >= 20 * predicted.by_category["parameters"]
+    assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=1e-4)
+    assert plugin.plan.forecast.predicted_step_seconds is None and plugin.plan.forecast.flops is None
+
+
+def test_a_schedule_that_knows_its_number_of_steps_takes_those_of_the_run_only(make_trainer: MakeTrainer) -> None:
+    class Scheduled(Adversarial):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            make, judge = super().configure_optimizers()
+            return [make, judge], [torch.optim.lr_scheduler.OneCycleLR(judge, 1e-3, total_steps=6)]
+
+    plugin = MemFit(precision="32-true", optimizer_implementation="as-configured", verbose=False)
+    ours, theirs = Scheduled(), Scheduled()
+    trainer = make_trainer(plugin, max_epochs=1)
+    trainer.fit(ours, loader())
+    make_trainer(max_epochs=1).fit(theirs, loader())
+    assert plugin.plan is not None and plugin.plan.forecast.method == "traced"
+    assert [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs] == [6]
+    assert "step" not in vars(trainer.lr_scheduler_configs[0].scheduler)
+    assert largest_difference(weights_of(ours), weights_of(theirs)) == 0.0
+
+
+def test_without_any_optimizer_the_run_is_planned_all_the_same(make_trainer: MakeTrainer) -> None:
+    class Unoptimized(Adversarial):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.judge(self.blocks(batch[0])).mean())
+
+        def configure_optimizers(self) -> Any:
+            return []
+
+    plugin = MemFit(precision="32-true", verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(Unoptimized(), loader())
+    assert plugin.plan is not None
+    (states,) = (choice for choice in plugin.plan.choices if choice.lever == "optimizer_states")
+    assert states.reason == "fits; could not be quantised: configure_optimizers returned no optimizer"
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_gives_what_lightning_alone_gives(precision: str, make_trainer: MakeTrainer) -> None:
     ours, theirs = Adversarial(), Adversarial()
@@ -283,3 +348,38 @@ def test_batches_are_followed_within_epochs_of_the_runs_length(make_trainer: Mak
     assert plugin.plan.forecast.memory.peak_allocated_bytes == pytest.approx(
         plugin.measured.measured_peak_allocated_bytes, rel=0.005
     )
+
+
+def test_hooks_around_backward_run_on_fakes_as_in_training(make_trainer: MakeTrainer) -> None:
+    class Hooked(Adversarial):
+        scale: Any = None
+
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            self.scale = torch.ones(1000)
+
+        def on_after_backward(self) -> None:
+            self.norm = self.scale.sum()
+
+    plugin = MemFit(precision="32-true", activation_checkpointing="none", verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(Hooked(), loader())
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.plan.forecast.method == "traced"
+    measured = plugin.measured.measured_peak_allocated_bytes
+    assert plugin.plan.forecast.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.005)
+
+
+def test_a_step_that_cannot_be_traced_is_tried_once_and_proven_all_the_same(make_trainer: MakeTrainer) -> None:
+    tried: list[int] = []
+
+    class Masked(Adversarial):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if isinstance(batch[0], FakeTensor):
+                tried.append(batch_idx)
+            super().training_step([batch[0][batch[0].sum(1) > -1e9]], batch_idx)
+
+    plugin = MemFit(verbose=False)
+    make_trainer(plugin, max_epochs=1).fit(Masked(), loader())
+    assert plugin.plan is not None and plugin.measured is not None
+    assert plugin.plan.forecast.method == "floor"
+    assert plugin.measured.profiled_steps == 2
+    assert tried == [0]

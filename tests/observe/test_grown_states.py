@@ -61,6 +61,18 @@ def test_moves_of_zero_leave_the_next_direction_as_it_is() -> None:
     assert torch.equal(plain, grown)
 
 
+def test_the_next_iteration_holds_a_move_and_a_difference_beside_the_whole_history() -> None:
+    weights, optimizer = problem()
+    step(weights, optimizer)
+    step(weights, optimizer)
+    let_states_grow(optimizer)
+    state = optimizer.state[weights]
+    before = list(state["old_dirs"])
+    step(weights, optimizer)
+    # Taken into the history, they would have taken the place of its first entry.
+    assert len(before) == 5 and all(a is b for a, b in zip(state["old_dirs"], before, strict=True))
+
+
 def test_a_history_that_is_full_or_an_optimizer_that_has_not_stepped_is_left_alone() -> None:
     weights, optimizer = problem(history_size=2)
     let_states_grow(optimizer)

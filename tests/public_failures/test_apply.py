@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from lightning_memfit.errors import BatchArithmeticError, ConfigurationError, NoFeasiblePlanError
@@ -359,6 +360,35 @@ def test_modules_that_the_user_asks_to_recompute_and_cannot_be_are_named(make_tr
     )
     assert all(torch.equal(one, other) for one, other in zip(before, weights(module), strict=True))
     assert not any("forward" in vars(each) for each in module.modules())
+
+
+@pytest.mark.usefixtures("routes_change")
+def test_what_the_users_own_recomputation_raises_passes_through(make_trainer: MakeTrainer) -> None:
+    """Lightning-AI/pytorch-lightning#19267: there is nothing that a plan could leave out."""
+
+    class Own(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    with pytest.raises(CheckpointError, match="different metadata than during the forward pass"):
+        make_trainer(quiet(activation_checkpointing="auto")).fit(Own(Router), loader())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the compiler
+def test_compiled_modules_are_named_and_not_recomputed(make_trainer: MakeTrainer) -> None:
+    """Modalities/modalities#361."""
+    module = Network()
+    for index in range(3):
+        module.blocks[index].compile(backend="eager")
+    plugin = quiet(activation_checkpointing=["blocks.3"])
+    make_trainer(plugin).fit(module, loader())
+    assert plugin.plan is not None and plugin.plan.candidate.checkpointed_modules == ("blocks.3",)
+    assert (
+        "compiled by torch.compile: blocks.0, blocks.1, blocks.2. The forecast is that of the same code uncompiled, "
+        "and the warm-up measures the compiled one; compiled modules are not recomputed"
+    ) in plugin.plan.notes
 
 
 @pytest.mark.usefixtures("routes_change")

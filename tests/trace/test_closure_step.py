@@ -64,6 +64,24 @@ def test_slices_run_within_each_evaluation() -> None:
     assert forwards(halves) == 6
 
 
+class ClosureFirst(torch.optim.SGD):
+    """Calls its closure as it is, without gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        value = closure()
+        super().step()
+        return value
+
+
+def test_a_closure_has_gradients_whatever_calls_it() -> None:
+    """Lightning's closure enables them itself: ``Closure.closure`` of its loop."""
+    made = program_of(nn.Linear(32, 64, bias=False), loss=loss, optimizer=lambda p: ClosureFirst(list(p), lr=0.1))
+    timeline = trace_closure_step(made, torch.ones(4, 32))
+    assert forwards(timeline) == 1
+    assert "backward" in {event.phase for event in timeline.events}
+
+
 def test_a_forecast_without_a_trainer_follows_the_closure() -> None:
     module = nn.Linear(32, 64, bias=False)
     memory = forecast(

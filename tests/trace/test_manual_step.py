@@ -120,6 +120,55 @@ def test_a_closure_runs_forward_and_backward_within_the_step() -> None:
     assert [event.phase for event in operations if event.op == "aten.mm.default"] == ["forward", "backward"] * 4
 
 
+def test_the_hook_before_a_step_sees_the_gradients_that_the_closure_made() -> None:
+    """Lightning runs it after the closure: ``Precision._wrap_closure``."""
+
+    def step(module: Any, batch: torch.Tensor, index: int) -> None:
+        module.update(1, batch)
+
+        def closure() -> torch.Tensor:
+            module.first.zero_grad()
+            loss = module.first(batch).sum()
+            module.manual_backward(loss)
+            return loss
+
+        module.optimizers()[0].step(closure=closure)
+
+    def look(optimizer: torch.optim.Optimizer) -> None:
+        assert all(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+    described = program(step)
+    described.module.on_before_optimizer_step = look
+    assert trace_manual_steps(described, torch.ones(4, WIDTH)).micro_steps == 2
+
+
+def test_states_that_go_on_growing_are_those_of_a_late_step() -> None:
+    def step(module: Any, batch: torch.Tensor, index: int) -> None:
+        optimizer = module.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module.first(batch).square().mean()
+            module.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    described = program(step)
+    described.module.configure_optimizers = lambda: torch.optim.LBFGS(
+        described.module.first.parameters(), history_size=7
+    )
+    timeline = trace_manual_steps(described, torch.ones(4, WIDTH))
+    states = sum(r.allocated_bytes for r in timeline.residents if r.category == "optimizer_states")
+    assert states >= (2 * 7 + 2) * WEIGHT
+    operations = [event for event in timeline.events if isinstance(event, Operation)]
+    forwards = [event for event in operations if event.op == "aten.mm.default" and event.phase == "forward"]
+    assert len(forwards) == 2 * 3  # of each of two batches three iterations
+    assert timeline.notes == (
+        "LBFGS keeps its last 7 moves and differences of gradients: forecast and proof are those of a late step",
+    )
+
+
 def test_optimizers_that_are_stepped_without_lightnings_wrapper_are_seen_too() -> None:
     def step(module: Any, batch: torch.Tensor, index: int) -> None:
         for optimizer in module.optimizers(use_pl_optimizer=False):

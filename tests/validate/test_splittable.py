@@ -175,6 +175,25 @@ def test_gradients_of_a_mean_over_samples_agree_in_every_dtype(dtype: torch.dtyp
     assert _check(Classifier().to(dtype), batch, gradients=True).exact
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_that_are_not_finite_cannot_be_compared(whole: bool) -> None:
+    """Of slices of two equal samples, or of the undivided batch: the root of 0 has an infinite slope."""
+    batch = {"x": torch.ones(4, 4), "y": torch.zeros(4, dtype=torch.long)}
+    if not whole:
+        batch["x"][2:] = 2.0
+
+    def loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, y) + 0 * (logits - logits.mean(0)).square().sum().sqrt()
+
+    assert _check(Classifier(loss), batch).exact
+    verdict = _check(Classifier(loss), batch, gradients=True)
+    assert not verdict.exact
+    assert verdict.reason == (
+        "The gradient of net.0.weight is not finite, of the undivided batch or of a slice: nothing can be compared. "
+        "allow_inexact_slicing=True slices it all the same."
+    )
+
+
 def test_gradients_that_dropout_moves_are_compared_without_it() -> None:
     assert _check(Classifier(F.cross_entropy, nn.Dropout(0.5)), gradients=True).exact
 

@@ -589,10 +589,17 @@ def test_a_step_that_takes_an_iterator_is_refused_with_a_way_out() -> None:
         )  # fmt: skip
 
 
-def test_a_lightning_that_changed_is_named_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name"), [("_TrainingEpochLoop", "_build_kwargs"), ("_LoggerConnector", "epoch_end_reached")]
+)
+def test_a_lightning_that_changed_is_named_with_what_is_missing(
+    owner: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_build_kwargs")
-    with pytest.raises(UnsupportedError, match=r"Lightning 2\..* has no _TrainingEpochLoop\._build_kwargs"):
+    for kind in (type(trainer.fit_loop.epoch_loop), type(trainer._logger_connector)):
+        if kind.__name__ == owner:
+            monkeypatch.delattr(kind, name)
+    with pytest.raises(UnsupportedError, match=rf"Lightning 2\..* has no {owner}\.{name}, through which"):
         run_warmup(
             trainer=trainer, module=OneLinear(), batch=None, accumulate_grad_batches=1, num_profiled_steps=2,
             spare_bytes=1,
