@@ -184,7 +184,7 @@ def test_several_optimizers_have_what_each_can_have_and_are_quantised_where_one_
 
 def test_of_no_optimizer_nothing_can_be_chosen() -> None:
     assert joint_facts([]) == OptimizerFacts(
-        name="none", implementations=(), quantisation_obstacle="configure_optimizers made no optimizer"
+        name="no optimizer", implementations=(), quantisation_obstacle="configure_optimizers returned no optimizer"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,12 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
         return lightning.Trainer(plugins=[] if plugin is None else [plugin], **{**quiet, **settings})
 
     return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_not_searched_for_garbage() -> Iterator[None]:
+    """Every warm-up collects garbage first, which takes most of a small run's time where large libraries are loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -144,6 +144,15 @@ class OwnNorm(Classifier):
         return logits
 
 
+class Centred(Classifier):
+    """Centres features over the batch while it trains, and keeps no statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        logits: Tensor = self.head(x - x.mean(0) if self.training else x)
+        return logits
+
+
 class Dropped(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +200,8 @@ PROGRAMS = (
     Program(name="triplets of the batch", make=of(HardestTriplet), not_sliced=NO_MEAN),
     Program(name="BatchNorm", make=of(Normalised), not_sliced="norm normalises over the batch in train mode"),
     Program(name="BatchNorm, frozen", make=of(FrozenNorm)),
-    Program(name="a norm of one's own", make=of(OwnNorm), not_sliced="In train mode: The loss of 4 samples"),
+    Program(name="a norm of one's own", make=of(OwnNorm), not_sliced="training_step changes mean by itself"),
+    Program(name="centred over the batch", make=of(Centred), not_sliced="In train mode: The loss of 4 samples"),
     # Slices draw other masks than the undivided batch does, of the same distribution: final weights differ by the noise
     # of the masks, as they do between two seeds.
     Program(name="dropout", make=of(Dropped), blocks=("blocks.0.*", "blocks.2.*"), sliced_within=0.2),
