@@ -26,6 +26,12 @@ MakeTrainer = Callable[..., Any]
 pytestmark = [pytest.mark.usefixtures("no_probing")]
 
 WIDTH = 128
+AS_IT_IS: Any = {
+    "precision": "32-true",
+    "activation_checkpointing": "none",
+    "optimizer_implementation": "as-configured",
+    "verbose": False,
+}
 
 
 class Adversarial(lightning.LightningModule):
@@ -308,12 +314,7 @@ def test_optimizers_that_the_step_makes_itself(configured: Any, make_trainer: Ma
     plain = Lazy()
     make_trainer().fit(plain, loader())
     module = Lazy()
-    plugin = MemFit(
-        precision="32-true",
-        activation_checkpointing="none",
-        optimizer_implementation="as-configured",
-        verbose=False,
-    )
+    plugin = MemFit(**AS_IT_IS)
     make_trainer(plugin).fit(module, loader())
     assert largest_difference(weights_of(module), weights_of(plain)) == 0
     assert plugin.plan is not None and plugin.measured is not None
@@ -335,12 +336,7 @@ def test_batches_are_followed_within_epochs_of_the_runs_length(make_trainer: Mak
 
     plain, module = ByPosition(), ByPosition()
     make_trainer().fit(plain, loader())
-    plugin = MemFit(
-        precision="32-true",
-        activation_checkpointing="none",
-        optimizer_implementation="as-configured",
-        verbose=False,
-    )
+    plugin = MemFit(**AS_IT_IS)
     make_trainer(plugin).fit(module, loader())
     assert largest_difference(weights_of(module), weights_of(plain)) == 0
     assert plugin.plan is not None and plugin.measured is not None
