@@ -33,7 +33,12 @@ def run_main_job(folder: Path, budget: str) -> subprocess.CompletedProcess[str]:
     ("budget_mib", "divided_or_recomputed", "tier"),
     # The undivided step needs 345 MiB in float32, the finest slices without recomputation 62 MiB, parameters, gradients
     # and states in 32 bits alone 42 MiB. Which of the levers meets a budget is a question of speed on this machine.
-    [(400, False, 0), (150, True, 0), (56, True, 0), (40, True, 1)],
+    [
+        pytest.param(400, False, 0, marks=pytest.mark.slow),
+        pytest.param(150, True, 0, marks=pytest.mark.slow),
+        (56, True, 0),
+        (40, True, 1),
+    ],
 )
 def test_the_measured_peak_is_within_the_budget_with_the_same_effective_batch(
     tmp_path: Path, budget_mib: int, divided_or_recomputed: bool, tier: int

@@ -50,6 +50,7 @@ def test_under_the_demos_budget_plain_lightning_runs_out_of_memory_and_memfit_tr
     assert with_memfit["predicted"] <= DEMO_BUDGET
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts private mappings on Linux only")
 def test_under_a_limit_on_the_data_segment_plain_lightning_dies_and_memfit_trains(tmp_path: Path) -> None:
     plain = train(tmp_path, "plain", "rlimit", BESIDE_TORCH)
