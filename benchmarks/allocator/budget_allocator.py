@@ -30,11 +30,12 @@ def why_unavailable() -> str | None:
     return None
 
 
-def build_allocator(directory: Path | None = None) -> Path:
+def build_allocator(directory: Path | None = None, *, source: Path = _SOURCE) -> Path:
     """Compile the allocator against the installed torch, once per source, torch build and compiler.
 
     Args:
         directory: where the library is kept; by default the user's cache directory.
+        source: another extension to compile the same way.
 
     Returns:
         The path of the shared library.
@@ -48,16 +49,16 @@ def build_allocator(directory: Path | None = None) -> Path:
         raise RuntimeError(f"{reason}. Install g++ to run what needs it.")
     directory = _cache_directory() if directory is None else directory
     directory.mkdir(parents=True, exist_ok=True)
-    command = _command(compiler)
-    key = hashlib.sha256("\0".join([*command, torch.__version__, _SOURCE.read_text()]).encode()).hexdigest()[:16]
-    library = directory / f"budget_allocator-{key}.so"
+    command = _command(compiler, source)
+    key = hashlib.sha256("\0".join([*command, torch.__version__, source.read_text()]).encode()).hexdigest()[:16]
+    library = directory / f"{source.stem}-{key}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         unfinished = Path(scratch) / library.name
         done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"{compiler} failed on {_SOURCE.name} with exit code {done.returncode}:\n{done.stderr}")
+            raise RuntimeError(f"{compiler} failed on {source.name} with exit code {done.returncode}:\n{done.stderr}")
         # Renaming is atomic: another process sees the whole library or none.
         unfinished.replace(library)
     return library
@@ -112,7 +113,7 @@ def _cache_directory() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "lightning_memfit" / "allocator"
 
 
-def _command(compiler: str) -> list[str]:
+def _command(compiler: str, source: Path) -> list[str]:
     torch_root = Path(torch.__file__).parent
     includes = (torch_root / "include", torch_root / "include" / "torch" / "csrc" / "api" / "include")
     libraries = torch_root / "lib"
@@ -121,6 +122,6 @@ def _command(compiler: str) -> list[str]:
         *("-shared", "-fPIC", "-O2", "-std=c++20"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{path}" for path in includes),
-        str(_SOURCE),
+        str(source),
         *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10"),
     ]

@@ -70,7 +70,7 @@ def trace_closure_step(
     """
     parts = divide(batch)
     fakes = fakes_in(new_fake_mode(), floating)
-    tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures)
+    tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures, rules=program.rules)
     with faked_step(program.module, fakes, tracer):
         parameters = list(program.module.parameters())
         observer = TracingObserver(tracer, parameters)

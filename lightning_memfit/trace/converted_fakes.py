@@ -30,6 +30,6 @@ class ConvertedFakes(FakeTensors):
         flat = self._storages.get(storage._cdata)
         if flat is None:
             elements = storage.nbytes() // tensor.element_size()
-            flat = self._storages[storage._cdata] = torch.empty(elements, dtype=self._floating, device="cpu")
-        plain = torch.empty(0, dtype=self._floating, device="cpu")
+            flat = self._storages[storage._cdata] = torch.empty(elements, dtype=self._floating, device=self.device)
+        plain = torch.empty(0, dtype=self._floating, device=self.device)
         return plain.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -1,5 +1,7 @@
 """What makes a fake run on the CPU behave like a real one: branches taken, memory formats, what is written in place.
 
+:class:`CpuRules` is the CPU's :class:`~lightning_memfit.trace.device_rules.DeviceRules`.
+
 Adapter for names that are patched for the duration of a trace: ``torch.get_rng_state`` and ``torch.set_rng_state``
 (activation checkpointing keeps a generator state per call, a tensor that only real runs would allocate), torch's list
 of types for which gradient clipping takes its multi-tensor path, and transformers' test for fake tensors (with which
@@ -12,13 +14,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _foreach_utils
+
+from lightning_memfit.trace.device_rules import DeviceType
 
 _aten = torch.ops.aten
 Callers = tuple[tuple[int, int], ...]
@@ -165,10 +169,33 @@ def _suggested_format(tensor: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+class CpuRules:
+    """Fakes on the CPU are what they say."""
+
+    device_type: DeviceType = "cpu"
+    has_host_apart = False
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator on fakes; results are laid out as the CPU's own kernel lays them out."""
+        return as_on_cpu(func, args, called_as_on_cpu(func, args, kwargs))
+
+    def is_on_host(self, func: Any, tensor: torch.Tensor, *, from_host: bool) -> bool:
+        """The host is the device."""
+        return False
+
+    def behaviour(self) -> AbstractContextManager[None]:
+        """See :func:`real_cpu_behaviour`."""
+        return real_cpu_behaviour()
+
+
 @contextmanager
-def real_cpu_behaviour() -> Iterator[None]:
-    """Within this context a fake training step takes the branches, and allocates what, a real one would."""
-    state_bytes = torch.get_rng_state().numel()
+def real_cpu_behaviour(*, rng_state_bytes: int | None = None) -> Iterator[None]:
+    """Within this context a fake training step takes the branches, and allocates what, a real one would.
+
+    Args:
+        rng_state_bytes: bytes of generators' states that activation checkpointing keeps per call; the CPU's by default.
+    """
+    state_bytes = torch.get_rng_state().numel() if rng_state_bytes is None else rng_state_bytes
 
     def fake_rng_state() -> torch.Tensor:
         return torch.empty(state_bytes, dtype=torch.uint8)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.trace.converted_fakes import fakes_in
+from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
     add_batch_residents,
@@ -34,6 +35,7 @@ def trace_evaluation_steps(
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     collect_signatures: bool = True,
     floating: torch.dtype | None = None,
+    rules: DeviceRules | None = None,
 ) -> Timeline:
     """Follow the first evaluation steps of an epoch, in eval mode and without gradients.
 
@@ -46,6 +48,7 @@ def trace_evaluation_steps(
         step_context: context of a step, such as autocast.
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module and the batch have this floating dtype, whatever they have now.
+        rules: how the device computes; the CPU by default.
 
     Returns:
         A timeline whose residents are the module's tensors and the batch; gradients and optimizer states are in none.
@@ -54,7 +57,7 @@ def trace_evaluation_steps(
         TraceError: if a step needs values, or raises for another reason.
     """
     fakes = fakes_in(new_fake_mode(), floating)
-    tracer = StepTracer(names_of(module), collect_signatures=collect_signatures)
+    tracer = StepTracer(names_of(module), collect_signatures=collect_signatures, rules=rules)
     with faked_step(module, fakes, tracer), torch.no_grad():
         tracer.phase = "evaluation"
         with tracer.not_recording():

@@ -30,6 +30,8 @@ class FakeTensors:
     built there.
     """
 
+    device = "cpu"
+
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._fakes: dict[int, torch.Tensor] = {}
@@ -72,9 +74,9 @@ class FakeTensors:
         storage = tensor.untyped_storage()
         flat = self._storages.get(storage._cdata)
         if flat is None:
-            flat = self._storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+            flat = self._storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self.device)
         whole: Any = flat.untyped_storage()
-        plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        plain = torch.empty(0, dtype=tensor.dtype, device=self.device)
         return plain.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 

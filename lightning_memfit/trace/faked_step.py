@@ -1,4 +1,4 @@
-"""The setting in which a step is followed: fakes in place of every tensor, the CPU's rules, and nothing left behind."""
+"""The setting in which a step is followed: fakes for every tensor, the device's rules, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.converted_fakes import fakes_in
-from lightning_memfit.trace.cpu_rules import real_cpu_behaviour
 from lightning_memfit.trace.fake_module import FakeTensors, faked
 from lightning_memfit.trace.step_program import StepProgram, users_code
 from lightning_memfit.trace.tensors import tensors_in
@@ -42,8 +41,8 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
             _nothing_logged(),
             redirect_stdout(io.StringIO()),
             _untouched(module),
+            tracer.rules.behaviour(),
             faked(module, fakes),
-            real_cpu_behaviour(),
             fakes.mode,
             tracer,
         ):

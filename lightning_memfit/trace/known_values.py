@@ -66,7 +66,7 @@ class KnownValues:
         if any(tensor not in self._values for tensor in tensors):
             return
         with no_dispatch(), torch.no_grad():
-            real = func(*self._real(args), **self._real(kwargs))
+            real = func(*self._real(args), **self._real(_on_host(kwargs)))
         for fake, value in zip(results, [real] if isinstance(real, torch.Tensor) else real, strict=True):
             self._values[fake] = value
 
@@ -86,6 +86,11 @@ class KnownValues:
         if isinstance(value, dict):
             return {name: self._real(item) for name, item in value.items()}
         return value
+
+
+def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Values are computed where there is a processor, whatever the fakes are on."""
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
 
 
 def _is_countable(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from lightning_memfit.observe.schedules_at_rest import schedules_at_rest
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.closure_step import follow_few_iterations, growth_notes
 from lightning_memfit.trace.converted_fakes import fakes_in
+from lightning_memfit.trace.cpu_rules import CpuRules
+from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
     add_batch_residents,
@@ -55,6 +57,8 @@ class ManualProgram:
     """Gives an optimizer the states and the implementation that a candidate wants."""
     follow: Callable[[Sequence[tuple[Optimizer, Optimizer]]], None] = lambda pairs: None
     """Lets the module's own references follow, where another optimizer took the place of one."""
+    rules: DeviceRules = field(default_factory=CpuRules)
+    """How the device computes that the step is followed for."""
 
 
 def is_mock(optimizer: Any) -> bool:
@@ -92,7 +96,7 @@ def trace_manual_steps(
     """
     module = program.module
     fakes = fakes_in(new_fake_mode(), floating)
-    tracer = StepTracer(names_of(module), collect_signatures=collect_signatures)
+    tracer = StepTracer(names_of(module), collect_signatures=collect_signatures, rules=program.rules)
     with faked_step(module, fakes, tracer), _FakeOptimizers(program, tracer) as optimizers:
         with tracer.not_recording():
             waiting = batch if waiting_batch is None else waiting_batch
@@ -126,7 +130,7 @@ def look_at_optimizers(program: ManualProgram, look: Callable[[Optimizer], Any])
         TraceError: if they cannot be made.
     """
     module = program.module
-    tracer = StepTracer(names_of(module), collect_signatures=False)
+    tracer = StepTracer(names_of(module), collect_signatures=False, rules=program.rules)
     with faked_step(module, fakes_in(new_fake_mode(), None), tracer), tracer.not_recording():
         optimizers, _ = _configured(program)
         return [look(optimizer) for optimizer in optimizers]

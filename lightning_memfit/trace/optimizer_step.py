@@ -41,7 +41,7 @@ def trace_optimizer_step(
         TraceError: if the step needs values, or raises for another reason.
     """
     module = program.module
-    tracer = StepTracer(names_of(module), collect_signatures=collect_signatures)
+    tracer = StepTracer(names_of(module), collect_signatures=collect_signatures, rules=program.rules)
     with faked_step(module, fakes_in(new_fake_mode(), floating), tracer):
         parameters = list(module.parameters())
         tracer.phase = "optimizer_step"
@@ -78,6 +78,6 @@ def look_at_optimizer(program: StepProgram, look: Callable[[Optimizer], Found]) 
         TraceError: if the optimizer cannot be made.
     """
     module = program.module
-    tracer = StepTracer(names_of(module), collect_signatures=False)
+    tracer = StepTracer(names_of(module), collect_signatures=False, rules=program.rules)
     with faked_step(module, fakes_in(new_fake_mode(), None), tracer), tracer.not_recording():
         return look(make_optimizer(program, list(module.parameters())))

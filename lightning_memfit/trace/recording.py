@@ -64,7 +64,7 @@ def record_window(
     module = program.module
     parts = slices_of(batch)  # for real: a function of the user's may need values
     fakes = fakes_in(new_fake_mode(), floating)
-    tracer = SavedTensorTracer(names_of(module), collect_signatures=collect_signatures)
+    tracer = SavedTensorTracer(names_of(module), collect_signatures=collect_signatures, rules=program.rules)
     with faked_step(module, fakes, tracer):
         parameters = list(module.parameters())
         with tracer.not_recording():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.step_record import Mark, MarkKind, SavedTensor
 from lightning_memfit.trace.tracer import StepTracer
 
@@ -31,10 +32,13 @@ class SavedTensorTracer(StepTracer):  # type: ignore[no-untyped-call]
     Args:
         names: qualified name of each module, by ``id``.
         collect_signatures: keep the distinct operator calls, so that they can be probed.
+        rules: how the device computes that the fakes stand for; the CPU by default.
     """
 
-    def __init__(self, names: Mapping[int, str], *, collect_signatures: bool = True) -> None:
-        super().__init__(names, collect_signatures=collect_signatures)
+    def __init__(
+        self, names: Mapping[int, str], *, collect_signatures: bool = True, rules: DeviceRules | None = None
+    ) -> None:
+        super().__init__(names, collect_signatures=collect_signatures, rules=rules)
         self.marks: list[Mark] = []
         self.saved: list[SavedTensor] = []
         self._residents: set[int] = set()

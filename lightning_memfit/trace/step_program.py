@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_memfit.errors import ConfigurationError, TraceError, users_errors_as
 from lightning_memfit.plan import Phase
+from lightning_memfit.trace.cpu_rules import CpuRules
+from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.tensors import tensors_in
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -42,6 +44,8 @@ class StepProgram:
     """Drops the gradients."""
     clip_gradients: Callable[[Optimizer], None]
     """Clips the gradients, or does nothing."""
+    rules: DeviceRules = field(default_factory=CpuRules)
+    """How the device computes that the step is followed for."""
 
 
 class StepObserver(Protocol):

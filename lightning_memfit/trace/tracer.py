@@ -10,6 +10,7 @@ import bisect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memfit.plan import Category, Phase
-from lightning_memfit.trace.cpu_rules import ResultsInPlace, as_on_cpu, called_as_on_cpu
+from lightning_memfit.trace.cpu_rules import CpuRules, ResultsInPlace
+from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.known_values import KnownValues
 from lightning_memfit.trace.operator_work import flops_of, inner_calls_of
 from lightning_memfit.trace.tensors import tensors_in
@@ -79,10 +81,14 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         names: qualified name of each module, by ``id``.
         collect_signatures: keep the distinct operator calls, so that they can be probed.
+        rules: how the device computes that the fakes stand for; the CPU by default.
     """
 
-    def __init__(self, names: Mapping[int, str], *, collect_signatures: bool = True) -> None:
+    def __init__(
+        self, names: Mapping[int, str], *, collect_signatures: bool = True, rules: DeviceRules | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.rules: DeviceRules = CpuRules() if rules is None else rules
         self.phase: Phase = "forward"
         self.micro_step = 0
         self.calls: list[ModuleCall] = []
@@ -101,6 +107,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module_stack: list[str] = []
         self._module_starts: tuple[list[int], list[str]] = ([], [])
         self._alive: dict[int, tuple[weakref.ref[Any], int, tuple[int, int] | None]] = {}
+        self._on_host: dict[int, weakref.ref[Any]] = {}
         self._next_storage = 0
         self._views = 0
         self._signature_ids: dict[Any, int] = {}
@@ -145,7 +152,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, tensor: torch.Tensor, origin: tuple[int, int] | None) -> int | None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive:
+        if key in self._alive or key in self._on_host:
             return None
         number = self._next_storage
         self._next_storage += 1
@@ -171,10 +178,30 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._answer_scalar(args[0])
         if func.namespace in _NOT_COMPUTING:
             return func(*args, **kwargs)
-        out = self._run(func, args, kwargs) if self._recording else called_as_on_cpu(func, args, kwargs)
+        out = self._run(func, args, kwargs) if self._recording else self._call(func, args, kwargs)
         if self.phase != "optimizer_step":
             self.known.follow(func, args, kwargs, out)
         return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.rules.call(func, args, kwargs)
+        if self.rules.has_host_apart:
+            self._note_host(func, args, kwargs, out)
+        return out
+
+    def _note_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given = tuple(tensors_in((args, kwargs)))
+        from_host = bool(given) and all(self._is_on_host(tensor) for tensor in given)
+        for tensor in tensors_in(out):
+            if self.rules.is_on_host(func, tensor, from_host=from_host) and not self._is_on_host(tensor):
+                storage = tensor.untyped_storage()
+                self._on_host[storage._cdata] = weakref.ref(storage, partial(self._left_host, storage._cdata))
+
+    def _left_host(self, key: int, _: Any) -> None:
+        self._on_host.pop(key, None)
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._on_host
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_operations += 1
@@ -182,13 +209,13 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recomputing = in_backward and torch.is_grad_enabled()
         module = self._module(in_backward, recomputing)
         if func in _VIEWS:
-            out = func(*args, **kwargs)
+            out = self._call(func, args, kwargs)
             self._note(func, module, None, None, out, recomputing, (), 0, 1)
             return out
         signature = self._signature(func, args, kwargs) if self._collect_signatures else None
         target = self._written_into(func, args, in_backward=in_backward and not recomputing)
         read = tuple(tensors_in((args, kwargs)))
-        out = as_on_cpu(func, args, called_as_on_cpu(func, args, kwargs))
+        out = self._call(func, args, kwargs)
         self._in_place.note(func, out)
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops

@@ -86,7 +86,7 @@ def trace_window(
     """
     parts = divide(batch)  # for real: a function of the user's may need values
     fakes = fakes_in(new_fake_mode(), floating)
-    tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures)
+    tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures, rules=program.rules)
     with faked_step(program.module, fakes, tracer):
         with tracer.not_recording():
             waiting = batch if waiting_batch is None else waiting_batch
