@@ -29,8 +29,10 @@ from lightning_memfit.predict.optimizer_step import OptimizerStepCost, optimizer
 from lightning_memfit.predict.variants import Variant
 from lightning_memfit.recorded_steps import Divide, GivenBatch, Recorded, RecordedSteps
 from lightning_memfit.search.checkpointing import find_repeated_blocks
+from lightning_memfit.targets import HostTarget, Prober, Target
 from lightning_memfit.trace.closure_step import trace_closure_step
-from lightning_memfit.trace.op_probe import OperatorProber, Probes
+from lightning_memfit.trace.gradient_scaling import with_scaled_loss
+from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.optimizer_step import look_at_optimizer, trace_optimizer_step
 from lightning_memfit.trace.small_steps import PeakLine, measure_small_steps
 from lightning_memfit.trace.step_program import StepProgram
@@ -66,6 +68,7 @@ class Forecaster:
             :func:`~lightning_memfit.apply.optimizer_levers.with_levers` gives it. Also called under fake tensors.
         rates: how fast the device is; ``None`` leaves times out.
         callback_bytes: what callbacks hold beside the step.
+        target: the device that is forecast for; the host by default.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Forecaster:
         program: StepProgram,
         batch: Any,
         *,
-        prober: OperatorProber | None,
+        prober: Prober | None,
         divide: Divide = split_by_sizes,
         samples_of: Callable[[Any], int] = batch_size_of,
         resident_batches: int = 1,
@@ -82,10 +85,12 @@ class Forecaster:
         prepare_optimizer: PrepareOptimizer | None = None,
         rates: DeviceRates | None = None,
         callback_bytes: int = 0,
+        target: Target | None = None,
     ) -> None:
         self.untraceable: str | None = None
         """Why the step could not be traced, once it was tried and could not."""
-        self._program = program
+        self._target: Target = HostTarget() if target is None else target
+        self._program = replace(program, rules=self._target.rules)
         self._given = GivenBatch(
             batch=batch,
             divide=divide,
@@ -232,7 +237,7 @@ class Forecaster:
         probes = self.probe(timeline.signatures)
         return Forecast(
             candidate=candidate,
-            memory=predict_memory(timeline, probes.results).beside(self.callback_bytes),
+            memory=self._target.memory(timeline, probes.results).beside(self.callback_bytes),
             notes=(*timeline.notes, *probes.notes),
         )
 
@@ -241,10 +246,12 @@ class Forecaster:
             return self._traced_with_closure(candidate)
         timeline = self.timeline(candidate)
         probes = self.probe(timeline.signatures)
-        memory = predict_memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
-        derived = self._derived_peaks.get(candidate, memory.peak_allocated_bytes)
-        if abs(memory.peak_allocated_bytes - derived) > _AGREEMENT * memory.peak_allocated_bytes:
-            self._records.distrust(candidate, self._records.variant_of(candidate))
+        early = candidate.zero_gradients_early
+        memory = self._target.memory(timeline, probes.results, zero_gradients_early=early)
+        if candidate in self._derived_peaks:
+            traced = predict_memory(timeline, probes.results, zero_gradients_early=early).peak_allocated_bytes
+            if abs(traced - self._derived_peaks[candidate]) > _AGREEMENT * traced:
+                self._records.distrust(candidate, self._records.variant_of(candidate))
         return Forecast(
             candidate=candidate,
             memory=memory.beside(self.callback_bytes),
@@ -266,7 +273,7 @@ class Forecaster:
         self._derived_peaks[candidate] = memory.peak_allocated_bytes
         return Forecast(
             candidate=candidate,
-            memory=memory.beside(self.callback_bytes),
+            memory=memory.beside(self._target.kept_bytes, "temporaries").beside(self.callback_bytes),
             flops=flops,
             recomputed_flops=recomputed_flops,
             predicted_step_seconds=_whole(recorded.seconds, variant, step.seconds),
@@ -296,7 +303,10 @@ class Forecaster:
 
     def _slices_of(self, candidate: Candidate) -> StepProgram:
         """The step at the candidate's precision; its optimizer, as configured, only zeroes and clips."""
-        return replace(self._program, step_context=self._contexts(candidate.precision))
+        program = replace(self._program, step_context=self._contexts(candidate.precision))
+        if candidate.precision == "16-mixed" and self._target.rules.device_type == "cuda":
+            return with_scaled_loss(program)
+        return program
 
     def _program_at(self, candidate: Candidate) -> StepProgram:
         """The step at the candidate's precision, with the optimizer as the candidate wants it."""
@@ -328,6 +338,11 @@ class Forecaster:
         return predict_step_seconds(timeline, self._rates, split=split)
 
     def _measured_small(self, candidate: Candidate) -> Forecast:
+        if self._target.rules.device_type != "cpu":
+            raise TraceError(
+                f"The step could not be traced ({self.untraceable}), and without the GPU nothing can be measured "
+                "instead. Use a step that needs no values of tensors, or plan on the machine with the GPU."
+            )
         accumulates = candidate.split.num_slices * candidate.split.accumulate_grad_batches > 1
         key = (
             candidate.precision, candidate.checkpointed_modules, accumulates, candidate.zero_gradients_early,

@@ -251,16 +251,27 @@ class MemoryBreakdown:
     num_parameters: int
     """Distinct parameters of the model, tied ones counted once."""
 
-    def beside(self, callback_bytes: int) -> MemoryBreakdown:
-        """The same with what callbacks hold all the time, in bytes."""
-        if not callback_bytes:
+    def beside(self, held_bytes: int, category: Category = "callbacks") -> MemoryBreakdown:
+        """The same with what is held all the time beside the step, in bytes: by callbacks, or in another category."""
+        if not held_bytes:
             return self
+
+        def more(size: int | None) -> int | None:
+            return None if size is None else size + held_bytes
+
         return replace(
             self,
-            peak_allocated_bytes=self.peak_allocated_bytes + callback_bytes,
-            by_category={**self.by_category, "callbacks": callback_bytes},
-            by_phase={phase: size + callback_bytes for phase, size in self.by_phase.items()},
+            peak_allocated_bytes=self.peak_allocated_bytes + held_bytes,
+            peak_reserved_bytes=more(self.peak_reserved_bytes),
+            minimum_feasible_bytes=more(self.minimum_feasible_bytes),
+            by_category={**self.by_category, category: self.by_category.get(category, 0) + held_bytes},
+            by_phase={phase: size + held_bytes for phase, size in self.by_phase.items()},
         )
+
+    @property
+    def least_bytes(self) -> int:
+        """What a budget must have: on a GPU the smallest capacity in which the run survives, else the peak."""
+        return self.peak_allocated_bytes if self.minimum_feasible_bytes is None else self.minimum_feasible_bytes
 
     @property
     def bytes_per_parameter(self) -> float | None:
@@ -315,8 +326,8 @@ class Forecast:
 
     @property
     def predicted_training_peak_bytes(self) -> int:
-        """Raw peak and correction."""
-        return self.memory.peak_allocated_bytes + self.correction_bytes
+        """Raw peak (on a GPU the smallest capacity in which the run survives) and correction."""
+        return self.memory.least_bytes + self.correction_bytes
 
     @property
     def predicted_peak_bytes(self) -> int:

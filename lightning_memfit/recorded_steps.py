@@ -16,7 +16,8 @@ from lightning_memfit.errors import BatchStructureError, TraceError
 from lightning_memfit.plan import BatchSplit, Candidate, Precision, balanced_slices
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
 from lightning_memfit.predict.variants import StepVariants, Variant
-from lightning_memfit.trace.op_probe import OperatorProber, Probes
+from lightning_memfit.targets import Prober
+from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.recording import record_window
 from lightning_memfit.trace.step_program import StepProgram
 from lightning_memfit.trace.timeline import GradientLayout
@@ -107,7 +108,7 @@ class RecordedSteps:
     def __init__(
         self,
         given: GivenBatch,
-        prober: OperatorProber | None,
+        prober: Prober | None,
         blocks: Sequence[str],
         rates: DeviceRates | None = None,
     ) -> None:

@@ -60,13 +60,14 @@ class _Replay:
         for output in operation.outputs:
             real = None if probe is None else probe.output_bytes.get(output.position)
             self._add(output.storage, output.allocated_bytes if real is None else real)
-        highest = self._live if probe is None else max(self._live, before + probe.peak_bytes)
+        outputs = self._live - before
+        highest = self._live if probe is None else max(self._live, before + probe.peak_with(outputs))
         self._note_peak(operation, highest)
 
     def _temporaries(self, operation: Operation) -> int:
         """Bytes inside a call beyond its outputs."""
         probe = None if operation.signature is None else self._probes.get(operation.signature)
-        return 0 if probe is None else max(0, probe.peak_bytes - sum(probe.output_bytes.values()))
+        return 0 if probe is None else probe.temporary_bytes
 
     def _note_peak(self, operation: Operation, highest: int) -> None:
         self._by_phase[operation.phase] = max(self._by_phase.get(operation.phase, 0), highest)

@@ -184,7 +184,7 @@ class _Builder:
         slice_, other = self._slice_of(index), self._partner(index)
         large, small = (operation, other) if slice_ == FIRST else (other, operation)
         if target is None:
-            hidden = self._probed(large).peak_bytes, self._probed(small).peak_bytes
+            hidden = self._peak_within(large), self._peak_within(small)
         else:
             room = self.storages[target].allocated_bytes
             hidden = room[0] + self._temporaries(large), room[1] + self._temporaries(small)
@@ -219,9 +219,11 @@ class _Builder:
         assert isinstance(event, Operation)
         return event
 
+    def _peak_within(self, operation: Operation) -> int:
+        return self._probed(operation).peak_with(sum(output.allocated_bytes for output in operation.outputs))
+
     def _temporaries(self, operation: Operation) -> int:
-        probe = self._probed(operation)
-        return max(0, probe.peak_bytes - sum(probe.output_bytes.values()))
+        return self._probed(operation).temporary_bytes
 
     def _probed(self, operation: Operation) -> ProbeResult:
         found = None if operation.signature is None else self._probes.get(operation.signature)

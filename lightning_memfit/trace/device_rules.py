@@ -14,10 +14,13 @@ DeviceType = Literal["cpu", "cuda"]
 class DeviceRules(Protocol):
     """Makes a run on fakes, which always live on the CPU, allocate what a real one on another device would."""
 
-    device_type: DeviceType
-    """The device that the fakes stand for."""
-    has_host_apart: bool
-    """Whether tensors of the host are not on the device: then they are not followed."""
+    @property
+    def device_type(self) -> DeviceType:
+        """The device that the fakes stand for."""
+
+    @property
+    def has_host_apart(self) -> bool:
+        """Whether tensors of the host are not on the device: then they are not followed."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator on fakes as the device's own kernel would: dtypes taken, memory formats of the results."""

@@ -44,6 +44,8 @@ class StepProgram:
     """Drops the gradients."""
     clip_gradients: Callable[[Optimizer], None]
     """Clips the gradients, or does nothing."""
+    scale_loss: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+    """Scales the loss in front of the backward, as mixed precision with ``float16`` does."""
     rules: DeviceRules = field(default_factory=CpuRules)
     """How the device computes that the step is followed for."""
 
@@ -195,6 +197,7 @@ def run_window(
             raise TraceError(f"training_step returned {type(output).__name__} instead of a loss")
         loss = loss / len(slices)
         reported = loss.detach().clone()  # Lightning keeps a copy beside the loss of the graph
+        loss = program.scale_loss(loss)
         extra = kept_beside_loss(output)
         kept.append([tensor.detach() for tensor in extra] if len(slices) > 1 else extra)
         del extra

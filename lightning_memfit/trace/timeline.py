@@ -170,6 +170,19 @@ class ProbeResult:
     """What one operator did on the real device, on arguments of the traced shapes."""
 
     peak_bytes: int
-    """Most bytes alive within the call beyond those alive before it, outputs included."""
+    """Most bytes alive within the call beyond those alive before it, outputs included; 0 where a formula tells more."""
     output_bytes: Mapping[int, int]
     """Bytes of each output that has a storage of its own, by its position."""
+    hidden_bytes: int | None = None
+    """Most bytes alive within the call beyond its outputs, where a formula tells it instead of a real call."""
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes inside the call beyond its outputs."""
+        if self.hidden_bytes is not None:
+            return self.hidden_bytes
+        return max(0, self.peak_bytes - sum(self.output_bytes.values()))
+
+    def peak_with(self, outputs_bytes: int) -> int:
+        """Most bytes alive within the call beyond those before it, if its outputs are as large as traced."""
+        return self.peak_bytes if self.hidden_bytes is None else outputs_bytes + self.hidden_bytes

@@ -1,0 +1,239 @@
+"""From a timeline to what torch's caching allocator needs on a GPU: allocated, reserved, and the least that is enough.
+
+Sizes are rounded as the allocator rounds them, workspaces of libraries stand beside the step, and the requests of
+several steps are replayed in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_memfit.plan import MemoryBreakdown, Phase
+from lightning_memfit.predict.allocator_settings import AllocatorSettings
+from lightning_memfit.predict.caching_allocator import Allocate, Release, Request, minimum_feasible_bytes, replay
+from lightning_memfit.predict.memory import accumulates_in_place, predict_memory
+from lightning_memfit.trace.timeline import Free, Operation, ProbeResult, Resident, Timeline
+
+ROUNDED_TO_BYTES = 512
+"""What sizes are rounded up to. Source: ``kMinBlockSize`` of ``c10/cuda/CUDACachingAllocator.cpp``."""
+_STEPS = 3
+"""Steps that are replayed: the first makes the optimizer's states, from the second on they repeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """A block that a library takes once and keeps."""
+
+    allocated_bytes: int
+    """Its size."""
+    first_needed_by: Phase
+    """The phase in which it is first needed."""
+    reason: str
+    """Which library takes it, and how its size is known."""
+
+
+def predict_cuda_memory(
+    timeline: Timeline,
+    probes: Mapping[int, ProbeResult] | None = None,
+    *,
+    zero_gradients_early: bool = False,
+    workspaces: Sequence[Workspace] = (),
+    settings: AllocatorSettings | None = None,
+) -> MemoryBreakdown:
+    """Replay a timeline through the caching allocator.
+
+    Args:
+        timeline: one optimizer step in the steady state.
+        probes: by signature; an operator without a result counts with its outputs alone.
+        zero_gradients_early: the old gradients are gone before the first forward.
+        workspaces: what libraries keep; counted as temporaries.
+        settings: how the allocator is set up; torch's defaults if left out.
+
+    Ignores: blocks of other streams, and what evaluation and checkpoints leave behind.
+    """
+    settings = AllocatorSettings() if settings is None else settings
+    probes = probes or {}
+    allocated = predict_memory(
+        _rounded(timeline, workspaces),
+        {number: _rounded_probe(probe) for number, probe in probes.items()},
+        zero_gradients_early=zero_gradients_early,
+    )
+    requests = requests_of(timeline, probes, zero_gradients_early=zero_gradients_early, workspaces=workspaces)
+    return replace(
+        allocated,
+        peak_reserved_bytes=replay(requests, settings).peak_reserved_bytes,
+        minimum_feasible_bytes=minimum_feasible_bytes(requests, settings),
+    )
+
+
+def rounded_bytes(size: int) -> int:
+    """A size as the allocator gives it out.
+
+    >>> rounded_bytes(0), rounded_bytes(1), rounded_bytes(512), rounded_bytes(513)
+    (0, 512, 512, 1024)
+    """
+    return -(-size // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
+
+
+def _rounded(timeline: Timeline, workspaces: Sequence[Workspace]) -> Timeline:
+    first = 1 + max([*(r.storage for r in timeline.residents), *timeline.categories], default=0)
+    kept = [Resident(first + i, each.allocated_bytes, "temporaries") for i, each in enumerate(workspaces)]
+    residents = (*timeline.residents, *kept)
+    return replace(
+        timeline,
+        residents=tuple(each._replace(allocated_bytes=rounded_bytes(each.allocated_bytes)) for each in residents),
+        events=tuple(event if isinstance(event, Free) else _rounded_operation(event) for event in timeline.events),
+    )
+
+
+def _rounded_operation(operation: Operation) -> Operation:
+    outputs = tuple(
+        output._replace(allocated_bytes=rounded_bytes(output.allocated_bytes)) for output in operation.outputs
+    )
+    return operation._replace(outputs=outputs)
+
+
+def _rounded_probe(probe: ProbeResult) -> ProbeResult:
+    hidden = None if probe.hidden_bytes is None else rounded_bytes(probe.hidden_bytes)
+    return replace(probe, peak_bytes=rounded_bytes(probe.peak_bytes), hidden_bytes=hidden)
+
+
+def requests_of(
+    timeline: Timeline,
+    probes: Mapping[int, ProbeResult] | None = None,
+    *,
+    zero_gradients_early: bool = False,
+    workspaces: Sequence[Workspace] = (),
+) -> list[Request]:
+    """What a run asks of the allocator, from the move of the module to the device to the end of the third step.
+
+    1. Parameters and buffers are moved one after the other.
+    2. Each step moves its batch, and lets go of the last one.
+    3. The first step meets no gradients, and makes the optimizer's states in front of its optimizer step. The others
+       repeat the timeline: the old gradients are those that the step before left.
+
+    Args:
+        timeline: one optimizer step in the steady state.
+        probes: by signature; temporaries inside an operator come after its outputs and go with its end.
+        zero_gradients_early: the old gradients are gone before the first forward.
+        workspaces: blocks that are taken once and stay.
+    """
+    run = _Run(timeline, probes or {}, workspaces)
+    for resident in timeline.residents:
+        if resident.category in ("parameters", "buffers"):
+            run.take(resident.storage, resident.allocated_bytes)
+    for step in range(_STEPS):
+        run.step(first=step == 0, zero_gradients_early=zero_gradients_early)
+    return run.requests
+
+
+class _Gradients(NamedTuple):
+    old: tuple[int, ...]
+    """Storages of the gradients that a step begins with."""
+    left: Mapping[int, int]
+    """Storage of each of those to the one that takes its place when the step ends."""
+
+
+class _Run:
+    """Writes down requests; storages of the timeline get a new block each time they are allocated."""
+
+    def __init__(self, timeline: Timeline, probes: Mapping[int, ProbeResult], workspaces: Sequence[Workspace]) -> None:
+        self.requests: list[Request] = []
+        self._timeline, self._probes = timeline, probes
+        self._waiting = list(workspaces)
+        self._blocks: dict[int, int] = {}
+        self._next = 0
+        self._gradients = _gradients_of(timeline)
+        self._inputs = [r for r in timeline.residents if r.category == "inputs"]
+        self._states = [r for r in timeline.residents if r.category in ("optimizer_states", "callbacks")]
+
+    def take(self, storage: int, size: int) -> None:
+        if size:
+            self._blocks[storage] = self._new_block(size)
+
+    def _new_block(self, size: int) -> int:
+        self._next += 1
+        self.requests.append(Allocate(self._next, size))
+        return self._next
+
+    def let_go(self, storage: int) -> None:
+        block = self._blocks.pop(storage, None)
+        if block is not None:
+            self.requests.append(Release(block))
+
+    def step(self, *, first: bool, zero_gradients_early: bool) -> None:
+        self._move_batch()
+        if zero_gradients_early:
+            for storage in self._gradients.old:
+                self.let_go(storage)
+        has_states = not first
+        for position, event in enumerate(self._timeline.events):
+            if event.phase == "optimizer_step" and not has_states:
+                self._make_states()
+                has_states = True
+            if isinstance(event, Free):
+                self.let_go(event.storage)
+            else:
+                self._run(position, event)
+        self._end()
+
+    def _move_batch(self) -> None:
+        before = [self._blocks.pop(each.storage, None) for each in self._inputs]
+        for each in self._inputs:
+            self.take(each.storage, each.allocated_bytes)
+        self.requests += [Release(block) for block in before if block is not None]
+
+    def _make_states(self) -> None:
+        for each in self._states:
+            self.take(each.storage, each.allocated_bytes)
+
+    def _run(self, position: int, operation: Operation) -> None:
+        if operation.flops:
+            self._make_workspaces(operation.phase)
+        probe = None if operation.signature is None else self._probes.get(operation.signature)
+        if accumulates_in_place(self._timeline.events, position, operation):
+            assert operation.accumulates_into is not None
+            block = self._blocks.pop(operation.accumulates_into, None)
+            if block is not None:
+                self._blocks[operation.outputs[0].storage] = block
+        else:
+            for output in operation.outputs:
+                self.take(output.storage, output.allocated_bytes)
+        hidden = 0 if probe is None else probe.temporary_bytes
+        if hidden:
+            self.requests.append(Release(self._new_block(hidden)))
+
+    def _make_workspaces(self, phase: Phase) -> None:
+        for each in [each for each in self._waiting if each.first_needed_by == phase]:
+            self._waiting.remove(each)
+            self._new_block(each.allocated_bytes)
+
+    def _end(self) -> None:
+        """What the step leaves are gradients; everything else goes with it."""
+        stays = {each.storage for each in self._timeline.residents}
+        left = {new: old for old, new in self._gradients.left.items()}
+        for storage in list(self._blocks):
+            if storage in left:
+                self._blocks[left[storage]] = self._blocks.pop(storage)
+            elif storage not in stays:
+                self.let_go(storage)
+
+
+def _gradients_of(timeline: Timeline) -> _Gradients:
+    """Which gradients a step begins with, and which of its storages take their places, by equal sizes in order."""
+    sizes = {r.storage: r.allocated_bytes for r in timeline.residents if r.category == "gradients"}
+    freed = {event.storage for event in timeline.events if isinstance(event, Free)}
+    made: dict[int, list[int]] = {}
+    for storage, size in _allocated(timeline):
+        if timeline.categories.get(storage) == "gradients" and storage not in freed:
+            made.setdefault(size, []).append(storage)
+    left = {storage: made[size].pop(0) for storage, size in sizes.items() if made.get(size)}
+    return _Gradients(tuple(sizes), left)
+
+
+def _allocated(timeline: Timeline) -> Iterator[tuple[int, int]]:
+    for event in timeline.events:
+        if not isinstance(event, Free):
+            yield from ((output.storage, output.allocated_bytes) for output in event.outputs)

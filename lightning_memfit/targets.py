@@ -1,0 +1,89 @@
+"""What steps are forecast for: how the device computes, what its operators hide, and how its memory is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lightning_memfit.plan import MemoryBreakdown
+from lightning_memfit.predict.allocator_settings import AllocatorSettings
+from lightning_memfit.predict.cuda_memory import Workspace, predict_cuda_memory, rounded_bytes
+from lightning_memfit.predict.memory import predict_memory
+from lightning_memfit.trace.cpu_rules import CpuRules
+from lightning_memfit.trace.cuda_rules import CudaRules
+from lightning_memfit.trace.device_rules import DeviceRules
+from lightning_memfit.trace.op_probe import Probes
+from lightning_memfit.trace.timeline import ProbeResult, Signature, Timeline
+
+
+class Prober(Protocol):
+    """Finds what operators need inside."""
+
+    def probe(self, signatures: Sequence[Signature]) -> Probes:
+        """Results for the signatures that something is known of."""
+
+
+class Target(Protocol):
+    """A device, as forecasts see it."""
+
+    @property
+    def rules(self) -> DeviceRules:
+        """How it computes."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the allocator that libraries keep beside the step."""
+
+    def memory(
+        self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
+    ) -> MemoryBreakdown:
+        """The peak of one optimizer step in the steady state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTarget:
+    """The CPU: what is allocated is what is taken."""
+
+    rules: DeviceRules = field(default_factory=CpuRules)
+    kept_bytes: int = 0
+
+    def memory(
+        self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
+    ) -> MemoryBreakdown:
+        """See :func:`~lightning_memfit.predict.memory.predict_memory`."""
+        return predict_memory(timeline, probes, zero_gradients_early=zero_gradients_early)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaTarget:
+    """A GPU with torch's caching allocator, present or not."""
+
+    compute_capability: tuple[int, int]
+    """Major and minor number."""
+    workspaces: tuple[Workspace, ...] = ()
+    """What libraries keep in the allocator's memory."""
+    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
+    """How the allocator is set up."""
+
+    @property
+    def rules(self) -> DeviceRules:
+        """CUDA's, on fakes of the CPU."""
+        return CudaRules(compute_capability=self.compute_capability)
+
+    @property
+    def kept_bytes(self) -> int:
+        """All workspaces."""
+        return sum(rounded_bytes(each.allocated_bytes) for each in self.workspaces)
+
+    def memory(
+        self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
+    ) -> MemoryBreakdown:
+        """See :func:`~lightning_memfit.predict.cuda_memory.predict_cuda_memory`."""
+        return predict_cuda_memory(
+            timeline,
+            probes,
+            zero_gradients_early=zero_gradients_early,
+            workspaces=self.workspaces,
+            settings=self.settings,
+        )
