@@ -59,6 +59,17 @@ def _recurrent_backward_flops(*args: Any, **kwargs: Any) -> int:
     return 2 * _recurrent_flops(*args, **kwargs)
 
 
+def _cudnn_recurrent_flops(sequence: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
+    # Every row of (time, batch, features) is multiplied by all matrices of the gates, those of all layers.
+    rows = sequence.shape[0] * sequence.shape[1]
+    return int(2 * rows * sum(weight.numel() for weight in weights if weight.dim() == 2))
+
+
+def _cudnn_recurrent_backward_flops(*args: Any, **kwargs: Any) -> int:
+    # The gradients of the rows and those of the matrices, each as much as the forward.
+    return 2 * _cudnn_recurrent_flops(*args, **kwargs)
+
+
 def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
     # Every row of each group meets the columns of its own matrix, or of its part of the columns.
     groups = left.shape[0] if (left.dim(), right.dim()) == (3, 2) else 1
@@ -68,6 +79,8 @@ def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
 _OWN_FLOPS: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten._cudnn_rnn: _cudnn_recurrent_flops,
+    _aten._cudnn_rnn_backward: _cudnn_recurrent_backward_flops,
     _aten._grouped_mm: _grouped_flops,
     _aten.convolution_backward: _convolution_backward_flops,
     _aten.mkldnn_rnn_layer: _recurrent_flops,
