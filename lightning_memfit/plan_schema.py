@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, cast
 
 from lightning_memfit.errors import ConfigurationError, PlanFileError
+from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.measurement import Measurement
 from lightning_memfit.plan import (
     CATEGORIES,
@@ -56,7 +57,18 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     # A step that could only be run for real tells the parameters from the rest, and nothing more.
     "MemoryBreakdown.by_category": (*CATEGORIES, "unattributed"),
     "MemoryBreakdown.by_phase": PHASES,
+    "DeviceSpec.peak_flops": ("fp32", "tf32", "fp16", "bf16", "fp8"),
 }
+_ADDED_LATER: Mapping[type, frozenset[str]] = {
+    # Fields that files written before they existed may lack; their defaults say what was true then.
+    DeviceSpec: frozenset(
+        {
+            "key", "is_present", "uuid", "compute_capability", "total_bytes", "context_low_bytes", "context_high_bytes",
+            "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills", "unified_memory",
+            "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
+        }
+    ),
+}  # fmt: skip
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -188,6 +200,8 @@ class _Reader:
         for name in value:
             if type(name) is not str or name not in names:
                 raise self._about_field(_below(field, name), f"is not known to this release ({cls.__name__})")
+        may_be_missing = _ADDED_LATER.get(cls, frozenset())
+        names = [name for name in names if name in value or name not in may_be_missing]
         for name in names:
             if name not in value:
                 raise self._about_field(_below(field, name), "is missing")
@@ -215,6 +229,15 @@ Contradictions = Iterator[tuple[str, str]]
 
 def _none(values: Mapping[str, Any]) -> Contradictions:
     yield from ()
+
+
+def _device(values: Mapping[str, Any]) -> Contradictions:
+    capability = values.get("compute_capability")
+    if capability is not None and len(capability) != 2:
+        yield "compute_capability", "two numbers, major and minor"
+    low, high = values.get("context_low_bytes"), values.get("context_high_bytes")
+    if low is not None and (high is None or high < low):
+        yield "context_high_bytes", f"at least the {low} of context_low_bytes"
 
 
 def _split(values: Mapping[str, Any]) -> Contradictions:
@@ -273,6 +296,7 @@ def _plan(values: Mapping[str, Any]) -> Contradictions:
 
 
 _CONTRADICTIONS: Mapping[type, Callable[[Mapping[str, Any]], Contradictions]] = {
+    DeviceSpec: _device,
     BatchSplit: _split,
     Candidate: _candidate,
     MemoryBreakdown: _memory,

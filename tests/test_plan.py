@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memfit.errors import BatchArithmeticError, ConfigurationError, PlanFileError
-from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.device import DeviceSpec, Neighbour
 from lightning_memfit.plan import (
     CATEGORIES,
     PHASES,
@@ -73,6 +73,23 @@ PLAN = Plan(
         limit_source="memory.max",
         cores=2,
         supported_precisions=("32-true",),
+        key="example-40gb",
+        is_present=False,
+        uuid="GPU-1",
+        compute_capability=(8, 0),
+        total_bytes=12,
+        context_low_bytes=1,
+        context_high_bytes=2,
+        neighbours=(Neighbour(pid=7, held_bytes=3),),
+        mig_profile="1g.5gb",
+        memory_fraction=0.5,
+        allocator_settings="expandable_segments:True",
+        spills=True,
+        unified_memory=True,
+        bandwidth_bytes_per_second=13,
+        peak_flops={"fp32": 14},
+        attention_backends=("math",),
+        unknowns=("rates",),
     ),
     budget=Budget(
         budget_bytes=10**9 - 10**7,

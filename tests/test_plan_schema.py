@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from lightning_memfit import plan as vocabulary
 from lightning_memfit.errors import ConfigurationError, PlanFileError
-from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.catalog import catalog_device
+from lightning_memfit.hardware.device import DeviceSpec, Neighbour
 from lightning_memfit.measurement import Measurement, OperatorCost, OptimizerStatesMeasurement, TimedPlan
 from lightning_memfit.plan import (
     CATEGORIES,
@@ -397,12 +398,56 @@ def places(value: Any, at: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         yield from places(item, (*at, key))
 
 
+OF_GPUS = {
+    "key", "is_present", "uuid", "compute_capability", "total_bytes", "context_low_bytes", "context_high_bytes",
+    "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills", "unified_memory",
+    "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
+}  # fmt: skip
+
+
 def fields_of_records() -> list[Keys]:
     free = ("by_category", "by_phase", "fingerprint")
     return [
         path for path, _ in places(PLAN.to_dict())
         if isinstance(path[-1], str) and not (len(path) > 1 and path[-2] in free)
+        and not (path[0] == "device" and path[-1] in OF_GPUS)
     ]  # fmt: skip
+
+
+def test_a_plan_from_before_gpus_were_described_is_read_as_it_was() -> None:
+    data = PLAN.to_dict()
+    for name in OF_GPUS:
+        del data["device"][name]
+    assert read_plan(data) == PLAN
+
+
+def test_a_plan_for_a_gpu_comes_back_as_it_was_saved() -> None:
+    gpu = dataclasses.replace(
+        catalog_device("a100-40gb"),
+        neighbours=(Neighbour(pid=7, held_bytes=None), Neighbour(pid=8, held_bytes=5)),
+        memory_fraction=0.5,
+        mig_profile="1g.5gb",
+        unknowns=("rates",),
+    )
+    plan = dataclasses.replace(PLAN, device=gpu)
+    assert read_plan(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("compute_capability", [8], "is a list of 1: [8], but must be two numbers, major and minor"),
+        ("context_high_bytes", 4, "is 4, but must be at least the 5 of context_low_bytes"),
+        ("attention_backends", ["fast"], "[0] is 'fast', but must be one of 'flash', 'efficient', 'cudnn', 'math'"),
+        ("peak_flops", {"fp4": 1}, "a name in device.peak_flops is 'fp4', but must be one of"),
+    ],
+)
+def test_contradictions_about_a_gpu_are_refused(field: str, value: Any, found: str) -> None:
+    data = dataclasses.replace(PLAN, device=dataclasses.replace(PLAN.device, context_low_bytes=5)).to_dict()
+    data["device"]["context_high_bytes"] = 6
+    data["device"][field] = value
+    with pytest.raises(PlanFileError, match=re.escape(found)):
+        read_plan(data)
 
 
 @pytest.mark.parametrize("path", fields_of_records(), ids=dotted)
