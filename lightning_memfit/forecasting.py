@@ -18,6 +18,7 @@ from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.hardware.measure_rates import measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
+from lightning_memfit.hardware.roofline import roofline_rates
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.plan import (
     BatchSplit,
@@ -33,6 +34,7 @@ from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.checkpointing import Recomputable, recomputable
 from lightning_memfit.search.levers import TIERS, SearchSpace, search_space
 from lightning_memfit.search.planner import search_plan
+from lightning_memfit.targets import Prober, target_of
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.training_step import LossFunction, OptimizerFactory, program_of
@@ -98,7 +100,7 @@ def forecast(
         batch: one collated batch; its first dimension is the batch.
         loss: ``loss(module, batch) -> scalar``; replaces ``training_step``.
         optimizer: ``optimizer(parameters) -> Optimizer``; replaces ``configure_optimizers``.
-        device: ``"local"`` or ``"cpu"``.
+        device: ``"local"``, ``"cpu"``, ``"cuda:0"``, or a GPU of the catalogue such as ``"a100-40gb"``.
         precision: in Lightning's words.
         activation_checkpointing: ``"none"``, ``"blocks"``, or patterns of module names.
         optimizer_states: ``"as-configured"`` or ``"8bit"``.
@@ -120,12 +122,12 @@ def forecast(
     >>> memory.by_category["parameters"], memory.by_category["gradients"]
     (4000000, 4000000)
     """
-    detect_device(device)
+    spec = detect_device(device)
     request = _one_candidate(
         precision, activation_checkpointing, optimizer_states, optimizer_implementation, micro_batch_size
     )
-    with _prober(probe_operators, cache_dir) as prober:
-        forecaster = _forecaster(module, batch, loss, optimizer, prober=prober)
+    with _prober(spec, probe_operators, cache_dir) as prober:
+        forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, device=spec)
         return forecaster(_candidate(module, batch, request, forecaster)).memory
 
 
@@ -154,7 +156,7 @@ def make_plan(
         effective_batch_size: samples per optimizer step.
         loss: ``loss(module, batch) -> scalar``; replaces ``training_step``.
         optimizer: ``optimizer(parameters) -> Optimizer``; replaces ``configure_optimizers``.
-        device: ``"local"`` or ``"cpu"``.
+        device: ``"local"``, ``"cpu"``, ``"cuda:0"``, or a GPU of the catalogue such as ``"a100-40gb"``.
         budget: bytes of the torch allocator, text such as ``"700MiB"``, or ``"auto"``.
         precision: in Lightning's words, or ``"auto"``: the faster of those that the device offers and that fit.
         activation_checkpointing: ``"auto"``, ``"none"``, ``"blocks"``, or patterns of module names.
@@ -191,9 +193,9 @@ def make_plan(
         accumulate_grad_batches=effective_batch_size // samples,
         slice_sizes=(samples,),
     )
-    with _prober(probe_operators, cache_dir) as prober:
-        rates = measure_rates(cache_dir=cache_dir)
-        forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, rates=rates)
+    with _prober(spec, probe_operators, cache_dir) as prober:
+        rates = rates_of(spec, cache_dir=cache_dir)
+        forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, rates=rates, device=spec)
         found = search_plan(
             request,
             spec,
@@ -228,15 +230,41 @@ def _forecaster(
     loss: LossFunction | None,
     optimizer: OptimizerFactory | None,
     *,
-    prober: OperatorProber | None,
+    prober: Prober | None,
     rates: DeviceRates | None = None,
+    device: DeviceSpec | None = None,
 ) -> Forecaster:
-    return Forecaster(program_of(module, loss=loss, optimizer=optimizer), batch, prober=prober, rates=rates)
+    return Forecaster(
+        program_of(module, loss=loss, optimizer=optimizer),
+        batch,
+        prober=prober,
+        rates=rates,
+        target=None if device is None else target_of(device),
+    )
+
+
+def rates_of(device: DeviceSpec, *, cache_dir: Path | None = None) -> DeviceRates | None:
+    """How fast a device is: measured on the host, assumed from the vendor's peaks for a GPU; ``None`` if unknown.
+
+    Args:
+        device: the device.
+        cache_dir: keeps measured rates.
+    """
+    if device.kind == "cpu":
+        return measure_rates(cache_dir=cache_dir)
+    if device.bandwidth_bytes_per_second is None or not device.peak_flops.get("fp32"):
+        return None
+    return roofline_rates(device.name, device.peak_flops, device.bandwidth_bytes_per_second)
 
 
 def device_precisions(device: DeviceSpec) -> tuple[Precision, ...]:
-    """What ``precision="auto"`` may choose from: what a plain Trainer does, and mixed precision where it works."""
-    return ("32-true", "bf16-mixed") if "bf16-mixed" in device.supported_precisions else ("32-true",)
+    """What ``precision="auto"`` may choose from: what a plain Trainer does, and mixed precision where it works.
+
+    With ``float16`` only where a GPU has no units for ``bfloat16``.
+    """
+    if "bf16-mixed" in device.supported_precisions:
+        return ("32-true", "bf16-mixed")
+    return ("32-true", "16-mixed") if "16-mixed" in device.supported_precisions else ("32-true",)
 
 
 def _space(
@@ -320,7 +348,10 @@ def _candidate(module: nn.Module, batch: Any, request: PlanRequest, forecaster: 
 
 
 @contextmanager
-def _prober(probe_operators: bool, cache_dir: Path | None) -> Iterator[OperatorProber | None]:
+def _prober(device: DeviceSpec, probe_operators: bool, cache_dir: Path | None) -> Iterator[Prober | None]:
+    if device.kind == "cuda":
+        yield None  # TODO
+        return
     if not probe_operators:
         yield None
         return

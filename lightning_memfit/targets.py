@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.predict.allocator_settings import AllocatorSettings
-from lightning_memfit.predict.cuda_memory import Workspace, predict_cuda_memory, rounded_bytes
+from lightning_memfit.predict.cuda_memory import Workspace, library_workspaces, predict_cuda_memory, rounded_bytes
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.cpu_rules import CpuRules
 from lightning_memfit.trace.cuda_rules import CudaRules
@@ -87,3 +88,23 @@ class CudaTarget:
             workspaces=self.workspaces,
             settings=self.settings,
         )
+
+
+def target_of(device: DeviceSpec) -> Target:
+    """How steps are forecast for a device.
+
+    AMD's GPUs count as NVIDIA's of compute capability 8.0: torch calls the same operators for them.
+
+    Raises:
+        ConfigurationError: if the settings of the allocator are not known.
+        UnsupportedError: if it is another allocator.
+    """
+    if device.kind == "cpu":
+        return HostTarget()
+    capability = device.compute_capability
+    major, minor = (8, 0) if capability is None else capability[:2]
+    return CudaTarget(
+        compute_capability=(major, minor),
+        workspaces=library_workspaces((major, minor)),
+        settings=AllocatorSettings.from_text(device.allocator_settings or ""),
+    )

@@ -34,6 +34,24 @@ class Workspace:
     """Which library takes it, and how its size is known."""
 
 
+_KIB = 1024
+_CUBLAS_BYTES = 2 * 4096 * _KIB + 8 * 16 * _KIB
+_CUBLAS_BYTES_SM90 = 32 * 1024 * _KIB
+
+
+def library_workspaces(compute_capability: tuple[int, int]) -> tuple[Workspace, ...]:
+    """What cuBLAS keeps: one block for the thread of the forward, one for autograd's.
+
+    Source: ``getChosenWorkspaceSize`` of ``aten/src/ATen/cuda/CublasHandlePool.cpp``: ``:4096:2:16:8`` (KiB: number),
+    32 MiB on compute capability 9.0.
+    """
+    size = _CUBLAS_BYTES_SM90 if compute_capability[0] == 9 else _CUBLAS_BYTES
+    return (
+        Workspace(allocated_bytes=size, first_needed_by="forward", reason="cuBLAS, forward"),
+        Workspace(allocated_bytes=size, first_needed_by="backward", reason="cuBLAS, backward"),
+    )
+
+
 def predict_cuda_memory(
     timeline: Timeline,
     probes: Mapping[int, ProbeResult] | None = None,
