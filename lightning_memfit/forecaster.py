@@ -112,13 +112,15 @@ class Forecaster:
     def __call__(self, candidate: Candidate) -> Forecast:
         """Trace one candidate; where its step cannot be traced, measure two small ones.
 
+        For a GPU the timeline is derived where it can be, since it is what a trace would give, and replayed.
+
         Raises:
             TraceError: if the step can neither be traced nor measured small.
             ConfigurationError: if what the user set cannot be used.
         """
         if self.untraceable is None:
             try:
-                return self._traced(candidate)
+                return self._replayed(candidate) or self._traced(candidate)
             except TraceError as error:
                 self.untraceable = str(error)
         return self._measured_small(candidate)
@@ -260,6 +262,23 @@ class Forecaster:
             predicted_step_seconds=self._seconds(timeline, candidate.split),
             notes=(*timeline.notes, *probes.notes),
         )
+
+    def _replayed(self, candidate: Candidate) -> Forecast | None:
+        """The derived timeline replayed as the device would; ``None`` on the host, and where it cannot be derived."""
+        if self._target.rules.device_type == "cpu" or self._needs_closure:
+            return None
+        try:
+            derived = self._derived(candidate)
+            variant = self._records.variant_of(candidate)
+            recorded = self._recorded(candidate, variant)
+            step = self._step(candidate, recorded.gradients)
+        except NotDerivableError:
+            return None
+        window = recorded.variants.timeline(replace(variant, zero_gradients_early=False))
+        timeline = with_optimizer_step(window, step.timeline)
+        probes = self.probe(timeline.signatures)
+        memory = self._target.memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
+        return replace(derived, memory=memory.beside(self.callback_bytes), confirmed=True)
 
     def _derived(self, candidate: Candidate) -> Forecast:
         try:

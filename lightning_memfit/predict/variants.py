@@ -224,12 +224,15 @@ class StepVariants:
 
         def sized(place: int, outputs: tuple[Output, ...]) -> Operation:
             operation, target = self._operators.operation[place], self._operators.target[place]
+            made = sum(output.allocated_bytes for output in outputs)
+            hidden = None if recorded else max(0, int(state.hidden[place]) - made)
             at_size: Operation = operation._replace(
                 signature=operation.signature if recorded else None,
                 accumulates_into=None if target is None else storages.number[target],
                 outputs=outputs,
                 flops=int(flops[place]),
                 moved_bytes=int(moved[place]),
+                hidden_bytes=hidden,
             )
             return at_size
 
