@@ -196,6 +196,8 @@ class _Run:
                 self.let_go(event.storage)
             else:
                 self._run(position, event)
+        if not has_states:
+            self._make_states()
         self._end()
 
     def _move_batch(self) -> None:
