@@ -18,6 +18,7 @@ _MAKERS = ("nvidia", "geforce", "tesla", "quadro", "amd", "instinct")
 # CDNA 2 and later, RDNA 3 and later (AMD's instruction set guides: MFMA and WMMA on bf16).
 _GFX_WITH_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _GFX_WITH_FP8 = ("gfx94", "gfx95")
+_GFX_WITH_AOTRITON = ("gfx90a", "gfx94", "gfx95")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class GpuModel:
     @property
     def attention_backends(self) -> tuple[AttentionBackend, ...]:
         """Backends of ``scaled_dot_product_attention`` that it can run, whatever the shapes and dtypes."""
-        return attention_backends_of(self.compute_capability, is_amd=self.vendor == "amd")
+        return attention_backends_of(self.compute_capability, gfx=self.gfx)
 
 
 def catalog() -> tuple[GpuModel, ...]:
@@ -179,17 +180,21 @@ def precisions_of(*, has_bf16: bool) -> tuple[str, ...]:
     return ("32-true", "16-mixed", "bf16-mixed", "bf16-true") if has_bf16 else ("32-true", "16-mixed")
 
 
-def attention_backends_of(compute_capability: tuple[int, ...] | None, *, is_amd: bool) -> tuple[AttentionBackend, ...]:
+def attention_backends_of(
+    compute_capability: tuple[int, ...] | None, *, gfx: str | None = None
+) -> tuple[AttentionBackend, ...]:
     """Backends of ``scaled_dot_product_attention`` that a GPU can run, in no order of preference.
 
-    Source: pytorch/pytorch ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash and cuDNN from compute
-    capability 8.0, memory-efficient from 5.0; on ROCm, flash and memory-efficient by AOTriton.
+    Source: pytorch/pytorch ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``@001f694: flash and cuDNN for
+    compute capability 8.0 to 12.1, memory-efficient for 5.0 to 12.1; on ROCm flash and memory-efficient
+    where AOTriton is not experimental.
 
-    Ignores: shapes, dtypes and masks, by which each backend refuses calls.
+    Ignores: shapes, dtypes and masks, by which each backend refuses calls; what the environment variable
+    ``TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL`` adds.
     """
-    if is_amd:
-        return ("flash", "efficient", "math")
-    if compute_capability is None or compute_capability < (5, 0):
+    if gfx is not None:
+        return ("flash", "efficient", "math") if gfx.startswith(_GFX_WITH_AOTRITON) else ("math",)
+    if compute_capability is None or not (5, 0) <= compute_capability <= (12, 1):
         return ("math",)
     return ("flash", "efficient", "cudnn", "math") if compute_capability >= (8, 0) else ("efficient", "math")
 

@@ -213,7 +213,8 @@ def test_an_unknown_gpu_works_from_what_the_driver_says() -> None:
     assert device.unknowns == ("rates", "context", "neighbours")
     assert (device.context_low_bytes, device.context_high_bytes) == (any_context_bytes().low, any_context_bytes().high)
     assert device.peak_flops == {}
-    assert "flash" in device.attention_backends
+    # torch's own bound is compute capability 12.1
+    assert device.attention_backends == ("math",)
 
 
 def test_another_board_of_the_same_name_is_not_taken_for_the_one_in_the_catalogue() -> None:

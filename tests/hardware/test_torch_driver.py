@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import Neighbour
 from lightning_memfit.hardware.torch_driver import TorchDriver
+from lightning_memfit.units import MIB
 
 
 class NVMLError(Exception):
@@ -154,3 +156,15 @@ def test_free_reserved_and_share_are_torchs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_cuda_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert TorchDriver().device_count() == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+def test_a_real_gpu_keeps_its_capacity_while_this_process_takes_some_of_it() -> None:
+    before = detect_device("cuda")
+    kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    after = detect_again(before)
+    assert after.process_bytes >= before.process_bytes + kept.numel()
+    assert after.available_bytes <= before.available_bytes - kept.numel()
+    assert after.total_bytes is not None and after.capacity_bytes <= after.total_bytes
+    # Other processes on a shared GPU come and go.
+    assert abs(after.capacity_bytes - before.capacity_bytes) < after.total_bytes // 20
