@@ -275,7 +275,7 @@ def prepare(
         weight_of(first_arrived, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
     scanned = _planned_batch(first, request, loader, loader_plan, worst_batch)
     batch, arrived = scanned.batch, arrived_batch(trainer, module, scanned.batch)
-    device = detect_device("local")
+    device = detect_device(str(trainer.strategy.root_device))
     rates = measure_rates(cache_dir=cache_dir)
     kept = callback_bytes(trainer, module)
     resident_batches = _resident_batches(loader, scanned)

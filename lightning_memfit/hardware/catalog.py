@@ -15,8 +15,10 @@ from lightning_memfit.hardware.device import AttentionBackend, DeviceSpec
 from lightning_memfit.plan_file import parse_plain
 
 _MAKERS = ("nvidia", "geforce", "tesla", "quadro", "amd", "instinct")
-_GFX_WITH_BF16 = ("gfx90a", "gfx942")
-_GFX_WITH_FP8 = ("gfx942",)
+# CDNA 2 and later, RDNA 3 and later (AMD's instruction set guides: MFMA and WMMA on bf16).
+_GFX_WITH_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+_GFX_WITH_FP8 = ("gfx94", "gfx95")
+_GFX_WITH_AOTRITON = ("gfx90a", "gfx94", "gfx95")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +66,19 @@ class GpuModel:
     @property
     def supports_bf16(self) -> bool:
         """Whether there are bf16 units; torch emulates bf16 elsewhere, slowly."""
-        if self.gfx is not None:
-            return self.gfx in _GFX_WITH_BF16
-        return supports_bf16(self.compute_capability)
+        return supports_bf16(self.compute_capability, gfx=self.gfx)
 
     @property
     def supports_fp8(self) -> bool:
         """Whether there are fp8 units: compute capability 8.9 and later, CDNA 3."""
         if self.gfx is not None:
-            return self.gfx in _GFX_WITH_FP8
+            return self.gfx.startswith(_GFX_WITH_FP8)
         return self.compute_capability is not None and self.compute_capability >= (8, 9)
 
     @property
     def attention_backends(self) -> tuple[AttentionBackend, ...]:
         """Backends of ``scaled_dot_product_attention`` that it can run, whatever the shapes and dtypes."""
-        return attention_backends_of(self.compute_capability, is_amd=self.vendor == "amd")
+        return attention_backends_of(self.compute_capability, gfx=self.gfx)
 
 
 def catalog() -> tuple[GpuModel, ...]:
@@ -89,6 +89,11 @@ def catalog() -> tuple[GpuModel, ...]:
 def any_context_bytes() -> ByteRange:
     """The range of all public measurements of a CUDA context with cuBLAS: what is assumed where nothing is known."""
     return _read()[1]
+
+
+def cublas_bytes() -> ByteRange:
+    """What cuBLAS adds to the context when it is first used."""
+    return _read()[2]
 
 
 def find_gpu(name: str) -> GpuModel:
@@ -157,11 +162,16 @@ def catalog_device(name: str) -> DeviceSpec:
     )
 
 
-def supports_bf16(compute_capability: tuple[int, ...] | None) -> bool:
-    """Whether an NVIDIA GPU has bf16 units, which came with compute capability 8.0.
+def supports_bf16(compute_capability: tuple[int, ...] | None, *, gfx: str | None = None) -> bool:
+    """Whether a GPU has bf16 units: NVIDIA's from compute capability 8.0, AMD's from CDNA 2 and RDNA 3.
 
-    Source: NVIDIA CUDA C++ Programming Guide, arithmetic instructions by compute capability.
+    Not ``torch.cuda.is_bf16_supported()``, which also says yes where bf16 is emulated.
+
+    Source: NVIDIA CUDA C++ Programming Guide, arithmetic instructions by compute capability; AMD's instruction set
+    guides of CDNA 2 and RDNA 3.
     """
+    if gfx is not None:
+        return gfx.startswith(_GFX_WITH_BF16)
     return compute_capability is not None and compute_capability >= (8, 0)
 
 
@@ -170,17 +180,21 @@ def precisions_of(*, has_bf16: bool) -> tuple[str, ...]:
     return ("32-true", "16-mixed", "bf16-mixed", "bf16-true") if has_bf16 else ("32-true", "16-mixed")
 
 
-def attention_backends_of(compute_capability: tuple[int, ...] | None, *, is_amd: bool) -> tuple[AttentionBackend, ...]:
+def attention_backends_of(
+    compute_capability: tuple[int, ...] | None, *, gfx: str | None = None
+) -> tuple[AttentionBackend, ...]:
     """Backends of ``scaled_dot_product_attention`` that a GPU can run, in no order of preference.
 
-    Source: pytorch/pytorch ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash and cuDNN from compute
-    capability 8.0, memory-efficient from 5.0; on ROCm, flash and memory-efficient by AOTriton.
+    Source: pytorch/pytorch ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``@001f694: flash and cuDNN for
+    compute capability 8.0 to 12.1, memory-efficient for 5.0 to 12.1; on ROCm flash and memory-efficient
+    where AOTriton is not experimental.
 
-    Ignores: shapes, dtypes and masks, by which each backend refuses calls.
+    Ignores: shapes, dtypes and masks, by which each backend refuses calls; what the environment variable
+    ``TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL`` adds.
     """
-    if is_amd:
-        return ("flash", "efficient", "math")
-    if compute_capability is None or compute_capability < (5, 0):
+    if gfx is not None:
+        return ("flash", "efficient", "math") if gfx.startswith(_GFX_WITH_AOTRITON) else ("math",)
+    if compute_capability is None or not (5, 0) <= compute_capability <= (12, 1):
         return ("math",)
     return ("flash", "efficient", "cudnn", "math") if compute_capability >= (8, 0) else ("efficient", "math")
 
@@ -200,10 +214,11 @@ def _compact(name: str) -> str:
 
 
 @functools.cache
-def _read() -> tuple[tuple[GpuModel, ...], ByteRange]:
+def _read() -> tuple[tuple[GpuModel, ...], ByteRange, ByteRange]:
     text = resources.files("lightning_memfit.hardware").joinpath("catalog.yaml").read_text(encoding="utf-8")
     data = parse_plain(text, source="The catalogue of GPUs")
-    return tuple(_model(entry) for entry in data["gpus"]), _range(data["any_context_bytes"])
+    gpus = tuple(_model(entry) for entry in data["gpus"])
+    return gpus, _range(data["any_context_bytes"]), _range(data["cublas_bytes"])
 
 
 def _model(entry: Mapping[str, Any]) -> GpuModel:

@@ -1,6 +1,6 @@
-"""Finds out what this machine leaves to this process: memory, the cgroup limit, cores, name.
+"""Finds out what this machine leaves to this process: memory, the cgroup limit, cores, name; and which device is meant.
 
-Reads the files of ``/proc`` and ``/sys/fs/cgroup``; where there is no ``/proc`` (macOS) it asks psutil.
+For the host it reads the files of ``/proc`` and ``/sys/fs/cgroup``; where there is no ``/proc`` (macOS) it asks psutil.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.errors import ConfigurationError, UnsupportedError
+from lightning_memfit.hardware.catalog import catalog_device
+from lightning_memfit.hardware.detect_cuda import Driver, detect_gpu, index_of
 from lightning_memfit.hardware.device import DeviceSpec
-
-_DEVICES = ("local", "cpu")
+from lightning_memfit.hardware.torch_driver import TorchDriver
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63; no machine has an exbibyte.
 _NO_LIMIT = 2**60
@@ -40,30 +41,73 @@ class _Memory(NamedTuple):
     process_bytes: int
 
 
-def detect_device(which: str = "local", *, root: Path = Path("/")) -> DeviceSpec:
-    """Describe a device of this machine as it is now.
+def detect_device(which: str = "local", *, root: Path = Path("/"), driver: Driver | None = None) -> DeviceSpec:
+    """Describe a device as it is now, or a GPU that is not in this machine.
+
+    Args:
+        which: ``"local"`` (torch's current GPU where there is one, else the host), ``"cpu"`` (the host), ``"cuda"`` or
+            ``"cuda:1"`` (a GPU as torch counts them), or a GPU of the catalogue such as ``"a100-40gb"``.
+        root: the directory that holds ``proc`` and ``sys``.
+        driver: whom to ask about GPUs; torch and NVML if ``None``.
+
+    Returns:
+        The device; all sizes in bytes.
+
+    Raises:
+        ConfigurationError: if ``which`` is nothing that is known, or a GPU that this machine does not have.
+        UnsupportedError: if ``which`` is a GPU of this machine and torch finds none.
+    """
+    if which == "cpu":
+        return _host(root)
+    driver = TorchDriver(root=root) if driver is None else driver
+    if which == "local":
+        return _host(root) if driver.device_count() == 0 else detect_gpu(None, driver=driver, host=_host(root))
+    if (cuda := re.fullmatch(r"cuda(?::([0-9]+))?", which)) is not None:
+        if driver.device_count() == 0:
+            raise UnsupportedError(
+                f"device={which!r} is not there: torch finds no GPU that this process can use. Use 'cpu', or a GPU of "
+                "the catalogue, such as 'a100-40gb', to plan for another machine."
+            )
+        return detect_gpu(None if cuda[1] is None else int(cuda[1]), driver=driver, host=_host(root))
+    try:
+        return catalog_device(which)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error} For this machine use 'local', 'cpu' or 'cuda:0'.") from None
+
+
+def detect_again(device: DeviceSpec, *, root: Path = Path("/"), driver: Driver | None = None) -> DeviceSpec:
+    """Describe the same device as it is now, such as just before a warm-up: neighbours come and grow.
+
+    A GPU that is not in this machine stays what it was.
+
+    Args:
+        device: what was detected before.
+        root: the directory that holds ``proc`` and ``sys``.
+        driver: whom to ask about GPUs; torch and NVML if ``None``.
+
+    Raises:
+        ConfigurationError: if the GPU is gone.
+    """
+    if not device.is_present:
+        return device
+    if device.kind == "cpu":
+        return _host(root)
+    driver = TorchDriver(root=root) if driver is None else driver
+    index = None if device.uuid is None else index_of(device.uuid, driver=driver)
+    return detect_gpu(index, driver=driver, host=_host(root))
+
+
+def _host(root: Path) -> DeviceSpec:
+    """Describe the host.
 
     ``available_bytes`` is the smallest of what the system, and each control group of this process, could still give.
     What the process holds counts against each limit as a whole, so that ``capacity_bytes`` never exceeds a limit:
     mapped library files could be dropped, but the process would only read them again.
 
-    Args:
-        which: ``"local"`` (this machine's device) or ``"cpu"``; in this release both mean the host.
-        root: the directory that holds ``proc`` and ``sys``.
-
-    Returns:
-        The host as a device; all sizes in bytes.
-
-    Raises:
-        UnsupportedError: if ``which`` is another device.
-
     Source: Linux ``Documentation/admin-guide/cgroup-v2.rst``, ``cgroup-v1/memory.rst`` and ``filesystems/proc.rst``.
 
     Ignores: swap, ``memory.high`` (which slows down and does not kill), other processes that grow later.
     """
-    if which not in _DEVICES:
-        known = " or ".join(repr(name) for name in _DEVICES)
-        raise UnsupportedError(f"device={which!r} is not supported: this release plans for the host only. Use {known}.")
     memory = _system_memory(root)
     available = min(memory.available_bytes, memory.total_bytes - memory.process_bytes)
     tightest: _Limit | None = None

@@ -76,7 +76,7 @@ def _measured(clock: Clock) -> DeviceRates:
     halves = Halves()
     found = sampled_curves(halves, samples(), clock)
     return DeviceRates(
-        device=detect_device("local").name,
+        device=detect_device("cpu").name,
         threads=torch.get_num_threads(),
         torch_version=str(torch.__version__),
         curves=found.curves,
@@ -171,7 +171,7 @@ _ALLOCATOR_SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_")
 def _environment_key(clock: Clock) -> str:
     parts = (
         str(RATES_VERSION),
-        detect_device("local").name,
+        detect_device("cpu").name,
         platform.machine(),
         str(torch.__version__),
         torch.backends.cpu.get_cpu_capability(),

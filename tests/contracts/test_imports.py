@@ -17,7 +17,7 @@ PURE = (
 )  # fmt: skip
 PURE_ROOMS = ("predict", "search")
 NOT_IN_PURE = ("lightning", "pytorch_lightning", "omegaconf", "hydra")
-OPTIONAL = ("hydra", "omegaconf", "bitsandbytes", "deepspeed", "matplotlib", "torchao", "transformers")
+OPTIONAL = ("hydra", "omegaconf", "bitsandbytes", "deepspeed", "matplotlib", "pynvml", "torchao", "transformers")
 
 # Refuses the named libraries, wherever they are imported from. `pure` gives the package an empty __init__, since the
 # real one offers the plugin, which is not pure. Otherwise Lightning comes first: torchmetrics imports transformers

@@ -11,7 +11,16 @@ import pytest
 import yaml
 
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.hardware.catalog import GpuModel, any_context_bytes, catalog, catalog_device, find_gpu
+from lightning_memfit.hardware.catalog import (
+    GpuModel,
+    any_context_bytes,
+    attention_backends_of,
+    catalog,
+    catalog_device,
+    cublas_bytes,
+    find_gpu,
+    supports_bf16,
+)
 from lightning_memfit.units import GIB, MIB
 
 DATA: Any = yaml.safe_load(
@@ -93,10 +102,35 @@ def test_bf16_comes_with_compute_capability_8() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("capability", "backends"),
+    [
+        ((3, 7), ("math",)),
+        ((5, 0), ("efficient", "math")),
+        ((7, 5), ("efficient", "math")),
+        ((8, 0), ("flash", "efficient", "cudnn", "math")),
+        ((12, 1), ("flash", "efficient", "cudnn", "math")),
+        ((12, 2), ("math",)),
+    ],
+)
+def test_attention_backends_are_those_of_the_compute_capability(
+    capability: tuple[int, int], backends: tuple[str, ...]
+) -> None:
+    assert attention_backends_of(capability) == backends
+
+
+def test_amds_units_are_told_by_the_instruction_set() -> None:
+    assert supports_bf16(None, gfx="gfx1100") and not supports_bf16(None, gfx="gfx906")
+    assert attention_backends_of(None, gfx="gfx942") == ("flash", "efficient", "math")
+    assert attention_backends_of(None, gfx="gfx1100") == ("math",)
+
+
 def test_the_range_of_contexts_holds_every_measurement() -> None:
     # pytorch/pytorch#86509: 273.8 MiB with lazy loading; GPUMemNet: 1450 MiB with an older driver
     assert any_context_bytes().low == int(273.8 * MIB)
     assert any_context_bytes().high == 1450 * MIB
+    # GPUMemNet: 1237 MiB without cuBLAS, 1435 to 1450 MiB with it
+    assert (cublas_bytes().low, cublas_bytes().high) == (198 * MIB, 213 * MIB)
     for model in catalog():
         if model.context_bytes is not None:
             assert any_context_bytes().low <= model.context_bytes.low

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.units import GIB, MIB
 
@@ -80,12 +80,18 @@ def test_local_and_cpu_are_the_host(machine: Machine, which: str) -> None:
     assert detect_device(which, root=machine.root).kind == "cpu"
 
 
-def test_another_device_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError) as caught:
+def test_a_name_that_fits_several_gpus_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigurationError) as caught:
         detect_device("H100")
     assert str(caught.value) == (
-        "device='H100' is not supported: this release plans for the host only. Use 'local' or 'cpu'."
+        "device='H100' could mean 3 GPUs of the catalogue. Use one of 'h100-pcie', 'h100-sxm', 'h100-nvl'. "
+        "For this machine use 'local', 'cpu' or 'cuda:0'."
     )
+
+
+def test_a_gpu_of_the_catalogue_is_described_without_one() -> None:
+    device = detect_device("a100-40gb")
+    assert (device.key, device.is_present) == ("a100-40gb", False)
 
 
 def test_the_v2_limit_of_the_own_group_is_found(machine: Machine) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
-from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.catalog import catalog_device
+from lightning_memfit.hardware.device import DeviceSpec, Neighbour
 from lightning_memfit.plan import PlanRequest
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.units import GIB, MIB
@@ -28,6 +29,17 @@ SMALL = dataclasses.replace(
     available_bytes=624 * MIB,
     limit_bytes=1 * GIB,
     limit_source="memory.max",
+)
+GPU = DeviceSpec(
+    name="Example GPU",
+    kind="cuda",
+    capacity_bytes=10 * GIB,
+    available_bytes=8 * GIB,
+    process_bytes=2 * GIB,
+    total_bytes=12 * GIB,
+    context_low_bytes=500 * MIB,
+    context_high_bytes=700 * MIB,
+    neighbours=(Neighbour(pid=7, held_bytes=1 * GIB), Neighbour(pid=8, held_bytes=None)),
 )
 
 
@@ -142,3 +154,70 @@ def test_a_default_budget_and_its_parts_add_up_to_the_capacity(available: int, p
         return
     assert budget.budget_bytes > 0
     assert budget.budget_bytes + budget.non_torch_bytes + budget.headroom_bytes == budget.capacity_bytes
+
+
+# --- GPUs
+
+
+def test_on_a_gpu_the_most_that_the_context_may_take_is_left_to_it() -> None:
+    budget = form_budget(GPU, PlanRequest(), resident_bytes=5 * GIB)
+    # 10240 - 700 - 5 % of 10240 (512) = 9028 MiB, whatever the model holds in host memory
+    assert budget.non_torch_bytes == 700 * MIB
+    assert budget.budget_bytes == 9028 * MIB
+    assert budget.reason == (
+        "10.00 GiB free or held by this process - 700.0 MiB for the CUDA context and libraries (from 500.0 MiB) "
+        "- 512.0 MiB headroom (5 %)"
+    )
+
+
+def test_what_torch_may_reserve_is_named() -> None:
+    budget = form_budget(dataclasses.replace(GPU, memory_fraction=0.8), PlanRequest(), resident_bytes=0)
+    assert budget.reason.startswith("10.00 GiB free or held by this process (torch may reserve 0.8 of 12.00 GiB) - ")
+
+
+def test_an_absent_gpu_is_assumed_to_be_empty() -> None:
+    budget = form_budget(catalog_device("a100-40gb"), PlanRequest(), resident_bytes=0)
+    # torch's total 42298834944; context at most 1450 MiB = 1520435200; 5 % = 2114941747
+    assert budget.budget_bytes == 42298834944 - 1520435200 - 2114941747
+    assert budget.reason == (
+        "39.39 GiB in all, as torch reports such a GPU (assumed: nothing else runs on it) - 1.416 GiB for the CUDA "
+        "context and libraries (from 1.401 GiB) - 1.970 GiB headroom (5 %)"
+    )
+
+
+def test_what_is_not_known_of_an_absent_gpu_is_said() -> None:
+    budget = form_budget(catalog_device("a40"), PlanRequest(), resident_bytes=0)
+    assert budget.reason.startswith(
+        "43.68 GiB in all, the least that torch may report for such a GPU (assumed: nothing else runs on it) - "
+        "1.416 GiB for the CUDA context and libraries (from 273.8 MiB), assumed - "
+    )
+    assert (
+        " - 0 B for the context, which is not known - "
+        in form_budget(catalog_device("mi300x"), PlanRequest(), resident_bytes=0).reason
+    )
+
+
+def test_a_given_budget_beyond_a_gpu_is_said() -> None:
+    budget = form_budget(GPU, PlanRequest(budget=20 * GIB), resident_bytes=0)
+    assert budget.reason == (
+        "as given; more than the device can hold: 10.00 GiB free or held by this process - 700.0 MiB for the context"
+    )
+
+
+def test_a_full_gpu_names_the_process_that_holds_most() -> None:
+    full = dataclasses.replace(GPU, capacity_bytes=900 * MIB, available_bytes=200 * MIB)
+    with pytest.raises(NoFeasiblePlanError) as caught:
+        form_budget(full, PlanRequest(), resident_bytes=0)
+    assert str(caught.value) == (
+        "budget='auto' leaves nothing on Example GPU: 900.0 MiB free or held by this process - 700.0 MiB for the CUDA "
+        "context and libraries (from 500.0 MiB) leave 200.0 MiB, less 256.0 MiB of headroom. End other processes on "
+        "the GPU (process 7 holds 1.000 GiB), or set headroom= lower."
+    )
+
+
+def test_a_full_gpu_without_known_neighbours_and_one_that_is_too_small() -> None:
+    full = dataclasses.replace(GPU, capacity_bytes=900 * MIB, neighbours=None)
+    with pytest.raises(NoFeasiblePlanError, match="End other processes on the GPU, or set headroom= lower"):
+        form_budget(full, PlanRequest(), resident_bytes=0)
+    with pytest.raises(NoFeasiblePlanError, match="Plan for a larger GPU, or set headroom= lower"):
+        form_budget(dataclasses.replace(full, is_present=False), PlanRequest(), resident_bytes=0)
