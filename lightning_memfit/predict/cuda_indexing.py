@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from lightning_memfit.predict.cuda_rules import (
     CudaArchitecture,
@@ -101,13 +102,22 @@ def index_put(signature: Signature, architecture: CudaArchitecture) -> HiddenByt
     if not (accumulate or architecture.deterministic_algorithms):
         return between(0, conversion, "indices brought into one shape")
     low_sort, high_sort = sort_storage(count, 16)
-    places = len(indices) if not masked else sum(len(one.size) if one.dtype == "bool" else 1 for one in indices)
-    untouched = numel(target) // max(1, math.prod(target.size[:places])) if numel(target) else 1
+    untouched = _elements_per_position(target, listed)
     copies = blocks(max(tensor_bytes(values), count * untouched * element_bytes(values.dtype)))
     if not is_contiguous(target):
         copies += 2 * blocks(tensor_bytes(target))
     arrays = 4 * blocks(8 * count)
     return between(0 if masked else arrays + low_sort, arrays + conversion + high_sort + copies, "sorted indices")
+
+
+def _elements_per_position(target: TensorShape, indices: Iterable[TensorShape | None]) -> int:
+    """Elements of the dimensions that no index picks from: those of ``None``, and those behind the last index."""
+    dimension, elements = 0, 1
+    for index in indices:
+        if index is None:
+            elements *= target.size[dimension]
+        dimension += len(index.size) if index is not None and index.dtype in ("bool", "uint8") else 1
+    return elements * math.prod(target.size[dimension:])
 
 
 def _broadcast_elements(indices: list[TensorShape]) -> int:

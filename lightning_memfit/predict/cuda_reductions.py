@@ -15,6 +15,7 @@ from lightning_memfit.predict.cuda_rules import (
     element_bytes,
     numel,
     tensor_argument,
+    tensor_bytes,
 )
 from lightning_memfit.trace.timeline import Signature, TensorShape
 
@@ -55,8 +56,12 @@ def reduction_bytes(
 
     Source: ``aten/src/ATen/native/cuda/Reduce.cuh``, ``setReduceConfig``, ``ReduceConfig::global_memory_size``.
 
-    Ignores: storages that do not begin at a multiple of 16 bytes, which load fewer outputs at once; the float32 buffer
-    of results of tensors beyond 32-bit indexing.
+    Whether a thread loads 4 or 8 values at once along the inputs (half types, later versions) changes nothing: rows
+    that it could matter for are too short to be shared by several blocks.
+
+    A tensor of 2 GiB or more is reduced in parts, and half types then keep their results in float32: an interval.
+
+    Ignores: storages that do not begin at a multiple of 16 bytes, which load fewer outputs at once.
     """
     if not numel(tensor):
         return 0, 0
@@ -84,8 +89,10 @@ def reduction_bytes(
         step_output *= block_height
     values = -(-inputs // step_input)
     grid = -(-(outputs // outputs_per_thread) // step_output)
+    in_parts = tensor_bytes(tensor) > _LARGEST_32_BIT
+    results = blocks(value_bytes * outputs) if in_parts else 0
     if not across_warps or values < _MOST_VALUES_PER_THREAD:
-        return 0, 0
+        return 0, results
     by_values = -(-values // _LEAST_VALUES_PER_THREAD)
     at_least = -(-values // _MOST_VALUES_PER_THREAD)
 
@@ -96,13 +103,13 @@ def reduction_bytes(
         return blocks(value_bytes * outputs * blocks_per_output * lanes, 4 * grid)
 
     if architecture.multiprocessors is None:
-        return 0, staged(max(by_values, at_least))
+        return 0, staged(max(by_values, at_least)) + results
     threads = block_width * block_height
     slots = architecture.multiprocessors * (architecture.threads_per_multiprocessor // threads)
     if grid > slots:
-        return 0, 0
+        return 0, results
     size = staged(max(min(-(-slots // grid), by_values), at_least))
-    return (0 if numel(tensor) > _LARGEST_32_BIT else size), size
+    return (0 if in_parts else size), size + results
 
 
 def _merged(tensor: TensorShape, reduced: tuple[int, ...]) -> list[_Dimension]:
@@ -190,8 +197,7 @@ def foreach_norm(signature: Signature, architecture: CudaArchitecture) -> Hidden
 
     1. Each tensor is cut into chunks of 65,536 elements; the longest one has ``c`` of them.
     2. ``tensors x c`` accumulators (float32 for half types), whatever the length of the shorter tensors.
-    3. Later versions moreover keep 320 accumulators and one scalar for a norm of everything; others do not: the
-       interval between.
+    3. After 2.13 it may moreover keep 320 accumulators and one scalar for a norm of everything: an interval.
 
     The norms themselves are outputs. A list of several dtypes is computed one by one and takes what each norm does.
 
@@ -212,7 +218,7 @@ def foreach_norm(signature: Signature, architecture: CudaArchitecture) -> Hidden
     size = 8 if output_dtype == "float64" else 4
     chunks = max(-(-numel(tensor) // _CHUNK_ELEMENTS) for tensor in tensors)
     partial = blocks(size * len(tensors) * chunks)
-    everything_norm = blocks(size * _GLOBAL_NORM_SLOTS, size)
+    everything_norm = blocks(size * _GLOBAL_NORM_SLOTS, size) if architecture.torch_minor > (2, 13) else 0
     return between(partial, partial + everything_norm, "one accumulator per tensor and chunk of the longest tensor")
 
 
@@ -251,11 +257,12 @@ RULES = (
     ),
     Rule(
         operators=("_foreach_norm",),
-        formula="tensors x chunks of 65,536 elements of the longest tensor x accumulator bytes (+ up to 321 "
-        "accumulators)",
-        kind="interval",
+        formula="tensors x chunks of 65,536 elements of the longest tensor x accumulator bytes (after 2.13 up "
+        "to 321 accumulators more)",
+        kind="exact or interval",
         source="ForeachReduceOp.cu _foreach_tensor_norm_cuda_impl; MultiTensorApply.cuh kChunkSize",
-        versions="read at pytorch 0124626f (2025 or later), chunk size from the header of 2.13; 2.1 and later",
+        versions="read at pytorch 0124626f (with the norm of everything, which 2.13 lacks) and at a copy without it; "
+        "chunk size from the header of 2.13; 2.4 and later",
         compute=foreach_norm,
     ),
     Rule(

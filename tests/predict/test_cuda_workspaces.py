@@ -153,6 +153,13 @@ def test_a_sum_of_everything_stages_one_value_per_block() -> None:
     assert ends(hidden("mean.default", tensor(100))) == (0, 0)
 
 
+def test_a_sum_of_more_than_two_gibibytes_is_an_interval() -> None:
+    # 2**21 rows of 768 bfloat16 are 3 GiB, reduced in parts; the 768 results are kept as float32: 3072 bytes.
+    low, high = ends(hidden("sum.dim_IntList", tensor(2**21, 768, dtype="bfloat16"), [0]))
+    # 352 blocks per output fill the GPU, but each thread should sum no more than 256 of 2**19 values: 2048 blocks.
+    assert (low, high) == (0, 4 * 768 * 2048 * 128 + 512 + 3072)
+
+
 def test_a_sum_along_short_rows_stages_nothing() -> None:
     # 768 values of a row over 128 / 4 ... 32 threads: fewer than 256 each.
     assert ends(hidden("mean.dim", tensor(8192, 768), [-1], True)) == (0, 0)
@@ -182,9 +189,11 @@ def test_a_known_gpu_stages_no_more_than_an_unknown_one_may(
 
 
 def test_a_norm_of_a_list_keeps_a_row_of_the_longest_tensor_for_each() -> None:
-    # 65,537 elements are 2 chunks: 3 x 2 x 4 = 24 bytes, one block; at most 320 x 4 bytes (3 blocks) and one more.
+    # 65,537 elements are 2 chunks: 3 x 2 x 4 = 24 bytes, one block; after 2.13 up to 320 x 4 bytes (3 blocks) and one.
     listed = [tensor(65_537, dtype="bfloat16"), tensor(10, dtype="bfloat16"), tensor(100, dtype="bfloat16")]
-    assert ends(hidden("_foreach_norm.Scalar", listed, 2)) == (512, 512 + 2048)
+    later = CudaArchitecture(compute_capability=(9, 0), multiprocessors=132, torch_minor=(2, 14))
+    assert ends(hidden("_foreach_norm.Scalar", listed, 2)) == (512, 512)
+    assert ends(hidden("_foreach_norm.Scalar", listed, 2, on=later)) == (512, 512 + 2048)
     # 1000 tensors and one of 65,536 x 1000 elements: 1001 x 1000 x 4 bytes.
     many = [tensor(65_536 * 1000), *[tensor(1)] * 1000]
     assert hidden("_foreach_norm.Scalar", many, 2).low_bytes == 4_004_352  # 4,004,000 in whole blocks
@@ -251,6 +260,13 @@ def test_index_put_sorts_when_it_accumulates() -> None:
     found = hidden("index_put.default", tensor(50, 60), [index, index], tensor(100), True)
     assert ends(found) == (4096, 4096 + 3072 + 1_050_624 + 512)
     assert hidden("index_put.default", tensor(50, 60), [index, index], tensor(100), False).low_bytes == 0
+
+
+def test_index_put_writes_whole_slices_of_dimensions_without_an_index() -> None:
+    # 100 positions of 4 x 64 float32 each: 102,400 bytes of values at most, given as one slice that is expanded.
+    index = tensor(100, dtype="int64")
+    found = hidden("index_put.default", tensor(4, 50, 64), [None, index], tensor(4, 1, 64), True)
+    assert ends(found) == (4096, 4096 + 3072 + 1_050_624 + 102_400)
 
 
 def test_a_mask_may_select_nothing() -> None:
