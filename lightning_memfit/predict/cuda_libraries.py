@@ -33,6 +33,7 @@ _PRODUCTS = frozenset(
     }
 )
 _MAY_USE_LT = frozenset({"addmm", "_addmm_activation", "_scaled_mm", "_int_mm", "linear"})
+_SORTED_IF_DETERMINISTIC = frozenset({"index_add", "scatter", "scatter_add"})
 _AUTOGRAD_PHASES: frozenset[Phase] = frozenset({"backward"})
 
 
@@ -241,7 +242,12 @@ def recurrent(signature: Signature, architecture: CudaArchitecture) -> HiddenByt
 
 
 def none(signature: Signature, architecture: CudaArchitecture) -> HiddenBytes | None:
-    """Nothing: the kernels use their outputs and arguments alone."""
+    """Nothing: the kernels use their outputs and arguments alone.
+
+    Scattering with deterministic algorithms goes through a sort instead, of which no formula is given.
+    """
+    if architecture.deterministic_algorithms and _plain(signature.op) in _SORTED_IF_DETERMINISTIC:
+        return None
     return exactly(0, "its kernels take no memory besides outputs and arguments")
 
 
@@ -281,7 +287,7 @@ RULES = (
             *("optimizer_update_32bit", "native_dropout", "native_dropout_backward", "_softmax", "_log_softmax"),
             *("_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
             *("nll_loss2d_forward", "nll_loss2d_backward", "embedding", "gather", "index_select", "scatter"),
-            *("scatter_", "scatter_add", "scatter_add_"),
+            *("scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"),
         ),
         formula="0",
         kind="exact",

@@ -310,6 +310,14 @@ def test_fused_optimizers_take_nothing() -> None:
         )
 
 
+def test_scattering_takes_nothing_unless_it_must_be_deterministic() -> None:
+    call = Signature("aten.index_add_.default", (tensor(8, 4), 0, tensor(3, dtype="int64"), tensor(3, 4)), {})
+    found = hidden_bytes(call, H100)
+    assert found is not None
+    assert found.exact and found.high_bytes == 0
+    assert hidden_bytes(call, DETERMINISTIC_H100) is None
+
+
 STEP = (("aten.addmm.default", "forward"), ("aten.mm.default", "backward"), ("aten.mm.default", "forward"))
 
 
