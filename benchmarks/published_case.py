@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.published_models import MODELS
+from benchmarks.published_models import MODELS, classification_loss
 from benchmarks.published_models.perceptrons import perceptron
 from benchmarks.published_rows import Setting
 from benchmarks.zoo_models.workload import Workload
@@ -70,10 +70,11 @@ def workload_of(setting: Setting) -> Workload:
     with torch.device("meta"):
         if setting.model == "mlp":
             batch = {
-                "input": torch.empty(setting.batch, setting.shape),
+                "inputs": torch.empty(setting.batch, setting.shape),
                 "targets": torch.empty(setting.batch, dtype=torch.long),
             }
-            return Workload(network=perceptron(setting.shape, setting.layers), batch=batch)
+            network = perceptron(setting.shape, setting.layers)
+            return Workload(network=network, batch=batch, loss=classification_loss)
         model = MODELS[setting.model]
         batch = model.batch(setting.batch, setting.shape)
         return Workload(network=model.make(), batch=batch, loss=model.loss)
