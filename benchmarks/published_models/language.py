@@ -1,0 +1,108 @@
+"""Language models of transformers from explicit configurations, trained by their own losses; nothing is downloaded.
+
+Source of the numbers: the ``config.json`` that each model's authors published on the Hugging Face Hub.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.zoo_models.workload import Batch
+
+_GPT2_VOCABULARY = 50257
+_BERT_VOCABULARY = 30522
+
+
+def gpt2(*, layers: int = 12) -> nn.Module:
+    """openai-community/gpt2, or with six layers distilbert/distilgpt2."""
+    transformers = _transformers()
+    config = transformers.GPT2Config(
+        vocab_size=_GPT2_VOCABULARY, n_embd=768, n_layer=layers, n_head=12, n_positions=1024, use_cache=False
+    )
+    config._attn_implementation = "sdpa"
+    network: nn.Module = transformers.GPT2LMHeadModel(config)
+    return network
+
+
+def bert_base_for_masked_words() -> nn.Module:
+    """google-bert/bert-base-uncased with the head of its pre-training."""
+    network: nn.Module = _transformers().BertForMaskedLM(_bert(width=768, layers=12, heads=12, attention="sdpa"))
+    return network
+
+
+def bert_large_for_classification() -> nn.Module:
+    """bert-large-uncased with two labels and the attention of early 2022, which is made of single operators."""
+    config = _bert(width=1024, layers=24, heads=16, attention="eager")
+    network: nn.Module = _transformers().BertForSequenceClassification(config)
+    return network
+
+
+def llama(*, width: int, hidden: int, layers: int, heads: int, key_value_heads: int, vocabulary: int) -> nn.Module:
+    """A model of the Llama family with an output layer of its own."""
+    transformers = _transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    network: nn.Module = transformers.LlamaForCausalLM(config)
+    return network
+
+
+def qwen3_8b() -> nn.Module:
+    """Qwen/Qwen3-8B."""
+    transformers = _transformers()
+    config = transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        use_cache=False,
+    )
+    network: nn.Module = transformers.Qwen3ForCausalLM(config)
+    return network
+
+
+def shifted_copies_loss(network: nn.Module, batch: Batch) -> Tensor:
+    """Next-token loss as transformers computed it until 4.48: in fp32, of contiguous copies of the shifted logits.
+
+    Source: huggingface/transformers src/transformers/loss/loss_utils.py@v4.48.0, ``ForCausalLMLoss``.
+    """
+    output: Any = network(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+    logits: Tensor = output.logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    targets = batch["labels"][..., 1:].contiguous()
+    return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1))
+
+
+def _bert(*, width: int, layers: int, heads: int, attention: str) -> Any:
+    config = _transformers().BertConfig(
+        vocab_size=_BERT_VOCABULARY,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=512,
+        type_vocab_size=2,
+    )
+    config._attn_implementation = attention
+    return config
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("these models need transformers: pip install transformers") from error
+    return transformers
