@@ -86,10 +86,8 @@ class PublishedRow:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Nominal size of the device, which is more than a process can get; ``None`` where the row is not rebuilt."""
-        if self.setting is None:
-            return None
-        return int(self.setting.device.rpartition("-")[2].removesuffix("gb")) * GIB
+        """What torch reports as the device's size; ``None`` where the row is not rebuilt."""
+        return None if self.setting is None else find_gpu(self.setting.device).torch_total_bytes.high
 
 
 def published_rows() -> list[PublishedRow]:

@@ -34,7 +34,7 @@ from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.search.checkpointing import Recomputable, recomputable
 from lightning_memfit.search.levers import TIERS, SearchSpace, search_space
 from lightning_memfit.search.planner import search_plan
-from lightning_memfit.targets import Prober, target_of
+from lightning_memfit.targets import CudaTarget, FormulaProber, Prober, target_of
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.training_step import LossFunction, OptimizerFactory, program_of
@@ -90,6 +90,7 @@ def forecast(
     optimizer_states: OptimizerStates = "as-configured",
     optimizer_implementation: OptimizerImplementation = "as-configured",
     micro_batch_size: int | None = None,
+    zero_gradients_early: bool = False,
     probe_operators: bool = True,
     cache_dir: Path | None = None,
 ) -> MemoryBreakdown:
@@ -106,6 +107,7 @@ def forecast(
         optimizer_states: ``"as-configured"`` or ``"8bit"``.
         optimizer_implementation: ``"as-configured"``, ``"single-tensor"``, ``"foreach"`` or ``"fused"``.
         micro_batch_size: samples of the largest slice; ``None`` does not divide the batch.
+        zero_gradients_early: gradients are dropped in front of the forward; Lightning drops them after it.
         probe_operators: run each distinct operator once, in a process of its own, for its hidden temporaries.
         cache_dir: keeps what probing found.
 
@@ -128,7 +130,8 @@ def forecast(
     )
     with _prober(spec, probe_operators, cache_dir) as prober:
         forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, device=spec)
-        return forecaster(_candidate(module, batch, request, forecaster)).memory
+        candidate = _candidate(module, batch, request, forecaster)
+        return forecaster(dataclasses.replace(candidate, zero_gradients_early=zero_gradients_early)).memory
 
 
 def make_plan(
@@ -350,7 +353,9 @@ def _candidate(module: nn.Module, batch: Any, request: PlanRequest, forecaster: 
 @contextmanager
 def _prober(device: DeviceSpec, probe_operators: bool, cache_dir: Path | None) -> Iterator[Prober | None]:
     if device.kind == "cuda":
-        yield None  # TODO
+        target = target_of(device)
+        assert isinstance(target, CudaTarget)
+        yield FormulaProber(target.architecture)
         return
     if not probe_operators:
         yield None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import MemoryBreakdown
+from lightning_memfit.plan import MemoryBreakdown, Phase
 from lightning_memfit.predict.allocator_settings import AllocatorSettings
-from lightning_memfit.predict.cuda_memory import Workspace, library_workspaces, predict_cuda_memory, rounded_bytes
+from lightning_memfit.predict.cuda_memory import predict_cuda_memory, rounded_bytes
+from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, hidden_bytes, library_workspaces
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.cpu_rules import CpuRules
 from lightning_memfit.trace.cuda_rules import CudaRules
 from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.op_probe import Probes
-from lightning_memfit.trace.timeline import ProbeResult, Signature, Timeline
+from lightning_memfit.trace.timeline import Operation, ProbeResult, Signature, Timeline
 
 
 class Prober(Protocol):
@@ -60,22 +63,21 @@ class HostTarget:
 class CudaTarget:
     """A GPU with torch's caching allocator, present or not."""
 
-    compute_capability: tuple[int, int]
-    """Major and minor number."""
-    workspaces: tuple[Workspace, ...] = ()
-    """What libraries keep in the allocator's memory."""
+    architecture: CudaArchitecture
+    """What decides how it computes."""
     settings: AllocatorSettings = field(default_factory=AllocatorSettings)
     """How the allocator is set up."""
 
     @property
     def rules(self) -> DeviceRules:
         """CUDA's, on fakes of the CPU."""
-        return CudaRules(compute_capability=self.compute_capability)
+        return CudaRules(compute_capability=self.architecture.compute_capability)
 
     @property
     def kept_bytes(self) -> int:
-        """All workspaces."""
-        return sum(rounded_bytes(each.allocated_bytes) for each in self.workspaces)
+        """Workspaces of a step that multiplies matrices in its forward and in its backward."""
+        products: tuple[tuple[str, Phase], ...] = (("aten.mm.default", "forward"), ("aten.mm.default", "backward"))
+        return sum(rounded_bytes(each.high_bytes) for each in library_workspaces(products, self.architecture))
 
     def memory(
         self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
@@ -85,9 +87,38 @@ class CudaTarget:
             timeline,
             probes,
             zero_gradients_early=zero_gradients_early,
-            workspaces=self.workspaces,
+            workspaces=library_workspaces(_operators(timeline), self.architecture),
             settings=self.settings,
         )
+
+
+class FormulaProber:
+    """Tells what operators take inside by formulas, for a GPU that is not there.
+
+    Args:
+        architecture: the GPU and torch's version.
+    """
+
+    def __init__(self, architecture: CudaArchitecture) -> None:
+        self._architecture = architecture
+
+    def probe(self, signatures: Sequence[Signature]) -> Probes:
+        """Results for the signatures that a formula covers; of an interval its lower end."""
+        results = {}
+        for number, signature in enumerate(signatures):
+            hidden = hidden_bytes(signature, self._architecture)
+            if hidden is not None and hidden.low_bytes:
+                results[number] = ProbeResult(peak_bytes=0, output_bytes={}, hidden_bytes=hidden.low_bytes)
+        return Probes(results=results)
+
+
+def _operators(timeline: Timeline) -> Iterator[tuple[str, Phase]]:
+    return ((event.op, event.phase) for event in timeline.events if isinstance(event, Operation))
+
+
+def _torch_minor() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def target_of(device: DeviceSpec) -> Target:
@@ -104,7 +135,8 @@ def target_of(device: DeviceSpec) -> Target:
     capability = device.compute_capability
     major, minor = (8, 0) if capability is None else capability[:2]
     return CudaTarget(
-        compute_capability=(major, minor),
-        workspaces=library_workspaces((major, minor)),
+        architecture=CudaArchitecture(
+            compute_capability=(major, minor), multiprocessors=device.multiprocessors, torch_minor=_torch_minor()
+        ),
         settings=AllocatorSettings.from_text(device.allocator_settings or ""),
     )

@@ -151,6 +151,7 @@ def catalog_device(name: str) -> DeviceSpec:
         key=model.key,
         is_present=False,
         compute_capability=model.compute_capability,
+        multiprocessors=model.multiprocessors,
         total_bytes=total,
         context_low_bytes=None if context is None else context.low,
         context_high_bytes=None if context is None else context.high,

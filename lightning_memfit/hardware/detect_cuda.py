@@ -32,6 +32,8 @@ class GpuFacts:
     """All its memory as torch reports it."""
     uuid: str | None
     """The driver's identifier; the only one that torch and NVML share, since they may count devices differently."""
+    multiprocessors: int | None = None
+    """Streaming multiprocessors, or AMD's compute units; ``None`` where the driver does not say."""
     compute_capability: tuple[int, int] | None
     """Major and minor; ``None`` on AMD's."""
     gfx: str | None
@@ -123,6 +125,7 @@ def detect_gpu(index: int | None, *, driver: Driver, host: DeviceSpec) -> Device
         key=None if model is None else model.key,
         uuid=facts.uuid,
         compute_capability=facts.compute_capability,
+        multiprocessors=facts.multiprocessors,
         total_bytes=facts.total_bytes,
         context_low_bytes=None if context is None else context.low,
         context_high_bytes=None if context is None else context.high,

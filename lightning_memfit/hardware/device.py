@@ -53,6 +53,8 @@ class DeviceSpec:
     """The driver's identifier of the GPU or of the MIG instance."""
     compute_capability: tuple[int, ...] | None = None
     """Major and minor; ``None`` on a host and on AMD's GPUs."""
+    multiprocessors: int | None = None
+    """Streaming multiprocessors, or AMD's compute units; ``None`` where not known."""
     total_bytes: int | None = None
     """All memory as torch reports it (``total_memory``), whoever holds it."""
     context_low_bytes: int | None = None

@@ -49,6 +49,7 @@ class TorchDriver:
             name=properties.name,
             total_bytes=int(properties.total_memory),
             uuid=None if uuid is None else str(uuid),
+            multiprocessors=getattr(properties, "multi_processor_count", None),
             compute_capability=None if is_amd else (int(properties.major), int(properties.minor)),
             gfx=properties.gcnArchName.split(":")[0] if is_amd else None,
             is_integrated=bool(getattr(properties, "is_integrated", 0)),

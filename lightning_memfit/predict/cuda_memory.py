@@ -7,12 +7,13 @@ several steps are replayed in their order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_memfit.plan import MemoryBreakdown, Phase
 from lightning_memfit.predict.allocator_settings import AllocatorSettings
 from lightning_memfit.predict.caching_allocator import Allocate, Release, Request, minimum_feasible_bytes, replay
+from lightning_memfit.predict.cuda_temporaries import Workspace
 from lightning_memfit.predict.memory import accumulates_in_place, predict_memory, probe_of
 from lightning_memfit.trace.timeline import Free, Operation, ProbeResult, Resident, Timeline
 
@@ -20,36 +21,6 @@ ROUNDED_TO_BYTES = 512
 """What sizes are rounded up to. Source: ``kMinBlockSize`` of ``c10/cuda/CUDACachingAllocator.cpp``."""
 _STEPS = 3
 """Steps that are replayed: the first makes the optimizer's states, from the second on they repeat."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workspace:
-    """A block that a library takes once and keeps."""
-
-    allocated_bytes: int
-    """Its size."""
-    first_needed_by: Phase
-    """The phase in which it is first needed."""
-    reason: str
-    """Which library takes it, and how its size is known."""
-
-
-_KIB = 1024
-_CUBLAS_BYTES = 2 * 4096 * _KIB + 8 * 16 * _KIB
-_CUBLAS_BYTES_SM90 = 32 * 1024 * _KIB
-
-
-def library_workspaces(compute_capability: tuple[int, int]) -> tuple[Workspace, ...]:
-    """What cuBLAS keeps: one block for the thread of the forward, one for autograd's.
-
-    Source: ``getChosenWorkspaceSize`` of ``aten/src/ATen/cuda/CublasHandlePool.cpp``: ``:4096:2:16:8`` (KiB: number),
-    32 MiB on compute capability 9.0.
-    """
-    size = _CUBLAS_BYTES_SM90 if compute_capability[0] == 9 else _CUBLAS_BYTES
-    return (
-        Workspace(allocated_bytes=size, first_needed_by="forward", reason="cuBLAS, forward"),
-        Workspace(allocated_bytes=size, first_needed_by="backward", reason="cuBLAS, backward"),
-    )
 
 
 def predict_cuda_memory(
@@ -97,7 +68,7 @@ def rounded_bytes(size: int) -> int:
 
 def _rounded(timeline: Timeline, workspaces: Sequence[Workspace]) -> Timeline:
     first = 1 + max([*(r.storage for r in timeline.residents), *timeline.categories], default=0)
-    kept = [Resident(first + i, each.allocated_bytes, "temporaries") for i, each in enumerate(workspaces)]
+    kept = [Resident(first + i, each.high_bytes, "temporaries") for i, each in enumerate(workspaces)]
     residents = (*timeline.residents, *kept)
     return replace(
         timeline,
@@ -227,9 +198,9 @@ class _Run:
             self.requests.append(Release(self._new_block(hidden)))
 
     def _make_workspaces(self, phase: Phase) -> None:
-        for each in [each for each in self._waiting if each.first_needed_by == phase]:
+        for each in [each for each in self._waiting if each.first_phase == phase]:
             self._waiting.remove(each)
-            self._new_block(each.allocated_bytes)
+            self._new_block(each.high_bytes)
 
     def _end(self) -> None:
         """What the step leaves are gradients; everything else goes with it."""

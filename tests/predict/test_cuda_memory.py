@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lightning_memfit.predict.caching_allocator import Allocate, Release
-from lightning_memfit.predict.cuda_memory import Workspace, library_workspaces, predict_cuda_memory, requests_of
+from lightning_memfit.predict.cuda_memory import predict_cuda_memory, requests_of
+from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, Workspace, library_workspaces
 from lightning_memfit.trace.cuda_rules import CudaRules
 from lightning_memfit.trace.timeline import Free, Operation, Output, ProbeResult, Resident, Timeline
 from lightning_memfit.trace.training_step import program_of, trace_window
@@ -39,6 +40,12 @@ def _timeline(**changes: object) -> Timeline:
         recomputed_flops=0,
     )
     return replace(whole, **changes)
+
+
+def _workspaces(capability: tuple[int, int]) -> tuple[Workspace, ...]:
+    products = (("aten.mm.default", "forward"), ("aten.mm.default", "backward"))
+    architecture = CudaArchitecture(compute_capability=capability, multiprocessors=108, torch_minor=(2, 13))
+    return library_workspaces(products, architecture)
 
 
 def _sizes(requests: list[Allocate | Release]) -> list[int]:
@@ -72,12 +79,12 @@ def test_temporaries_inside_an_operator_come_after_its_outputs_and_go_at_once() 
 
 
 def test_workspaces_are_taken_once_by_the_first_product_of_their_phase() -> None:
-    workspaces = library_workspaces((8, 0))
+    workspaces = _workspaces((8, 0))
     sizes = _sizes(requests_of(_timeline(), workspaces=workspaces))
     # 2 x 4096 KiB + 8 x 16 KiB = 8,519,680 bytes for each of two threads.
     assert sizes[:6] == [4 * MIB, 100, 8_519_680, 1000, 8_519_680, 4 * MIB]
     assert sizes.count(8_519_680) == 2
-    assert {each.allocated_bytes for each in library_workspaces((9, 0))} == {32 * MIB}
+    assert {each.high_bytes for each in _workspaces((9, 0))} == {32 * MIB}
 
 
 def test_the_peak_is_of_blocks_rounded_to_512_bytes() -> None:
@@ -88,8 +95,7 @@ def test_the_peak_is_of_blocks_rounded_to_512_bytes() -> None:
 
 
 def test_reserved_is_no_less_than_allocated_and_the_least_capacity_lies_between() -> None:
-    workspaces = (Workspace(allocated_bytes=8_519_680, first_needed_by="forward", reason="cuBLAS"),)
-    memory = predict_cuda_memory(_timeline(), workspaces=workspaces)
+    memory = predict_cuda_memory(_timeline(), workspaces=_workspaces((8, 0)))
     assert memory.peak_reserved_bytes is not None
     assert memory.minimum_feasible_bytes is not None
     assert memory.peak_allocated_bytes <= memory.minimum_feasible_bytes + 2 * MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_memfit.predict.cuda_rules import (
+from lightning_memfit.predict.cuda_temporaries.rule import (
     CudaArchitecture,
     HiddenBytes,
     Rule,

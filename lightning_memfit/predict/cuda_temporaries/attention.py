@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lightning_memfit.predict.cuda_rules import (
+from lightning_memfit.predict.cuda_temporaries.rule import (
     HALF_DTYPES,
     CudaArchitecture,
     HiddenBytes,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_memfit.predict import cuda_attention, cuda_indexing, cuda_libraries, cuda_normalisation, cuda_reductions
-from lightning_memfit.predict.cuda_libraries import Workspace, library_workspaces
-from lightning_memfit.predict.cuda_rules import CudaArchitecture, HiddenBytes, Rule
+from lightning_memfit.predict.cuda_temporaries import attention, indexing, libraries, normalisation, reductions
+from lightning_memfit.predict.cuda_temporaries.libraries import Workspace, library_workspaces
+from lightning_memfit.predict.cuda_temporaries.rule import CudaArchitecture, HiddenBytes, Rule
 from lightning_memfit.trace.timeline import Signature
 
 __all__ = [
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 _RULES: tuple[Rule, ...] = (
-    *cuda_attention.RULES,
-    *cuda_normalisation.RULES,
-    *cuda_reductions.RULES,
-    *cuda_indexing.RULES,
-    *cuda_libraries.RULES,
+    *attention.RULES,
+    *normalisation.RULES,
+    *reductions.RULES,
+    *indexing.RULES,
+    *libraries.RULES,
 )
 _RULE_OF = {name: rule for rule in _RULES for name in rule.operators}
 

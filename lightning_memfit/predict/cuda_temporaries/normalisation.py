@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lightning_memfit.predict.cuda_reductions import reduction_bytes
-from lightning_memfit.predict.cuda_rules import (
+from lightning_memfit.predict.cuda_temporaries.reductions import reduction_bytes
+from lightning_memfit.predict.cuda_temporaries.rule import (
     CudaArchitecture,
     HiddenBytes,
     Rule,

@@ -1,4 +1,4 @@
-"""What CUDA operators take inside, by formula. Run: ``pytest tests/predict/test_cuda_workspaces.py``."""
+"""What CUDA operators take inside, by formula. Run: ``pytest tests/predict/test_cuda_temporaries.py``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memfit.predict.cuda_libraries import may_use_lt
-from lightning_memfit.predict.cuda_reductions import reduction_bytes
-from lightning_memfit.predict.cuda_workspaces import (
+from lightning_memfit.predict.cuda_temporaries import (
     CudaArchitecture,
     HiddenBytes,
     describe_formulas,
     hidden_bytes,
     library_workspaces,
 )
+from lightning_memfit.predict.cuda_temporaries.libraries import may_use_lt
+from lightning_memfit.predict.cuda_temporaries.reductions import reduction_bytes
 from lightning_memfit.trace.timeline import Signature, TensorShape
 
 H100 = CudaArchitecture(compute_capability=(9, 0), multiprocessors=132)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_memfit.plan import Phase
-from lightning_memfit.predict.cuda_rules import (
+from lightning_memfit.predict.cuda_temporaries.rule import (
     CudaArchitecture,
     HiddenBytes,
     Rule,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from lightning_memfit.predict.cuda_rules import (
+from lightning_memfit.predict.cuda_temporaries.rule import (
     CudaArchitecture,
     HiddenBytes,
     Rule,
