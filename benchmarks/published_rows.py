@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.units import GIB, MIB
+from lightning_memfit.hardware.catalog import find_gpu
+from lightning_memfit.units import MIB
 
 DATA = Path(__file__).parent / "data"
 PEAKS = DATA / "published_gpu_peaks.csv"

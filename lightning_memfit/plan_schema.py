@@ -63,8 +63,8 @@ _ADDED_LATER: Mapping[type, frozenset[str]] = {
     # Fields that files written before they existed may lack; their defaults say what was true then.
     DeviceSpec: frozenset(
         {
-            "key", "is_present", "uuid", "compute_capability", "multiprocessors", "total_bytes", "context_low_bytes", "context_high_bytes",
-            "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills", "unified_memory",
+            "key", "is_present", "uuid", "compute_capability", "multiprocessors", "total_bytes", "context_low_bytes",
+            "context_high_bytes", "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills", "unified_memory",
             "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
         }
     ),

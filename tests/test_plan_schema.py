@@ -399,7 +399,8 @@ def places(value: Any, at: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 OF_GPUS = {
-    "key", "is_present", "uuid", "compute_capability", "total_bytes", "context_low_bytes", "context_high_bytes",
+    "key", "is_present", "uuid", "compute_capability", "multiprocessors", "total_bytes", "context_low_bytes",
+    "context_high_bytes",
     "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills", "unified_memory",
     "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
 }  # fmt: skip
