@@ -14,7 +14,7 @@ from lightning_memfit.plan import MemoryBreakdown, Phase
 from lightning_memfit.predict.allocator_settings import AllocatorSettings
 from lightning_memfit.predict.caching_allocator import Allocate, Release, Request, minimum_feasible_bytes, replay
 from lightning_memfit.predict.cuda_temporaries import Workspace
-from lightning_memfit.predict.memory import accumulates_in_place, predict_memory, probe_of
+from lightning_memfit.predict.memory import accumulates_in_place, predict_memory
 from lightning_memfit.trace.timeline import Free, Operation, ProbeResult, Resident, Timeline
 
 ROUNDED_TO_BYTES = 512
@@ -81,8 +81,7 @@ def _rounded_operation(operation: Operation) -> Operation:
     outputs = tuple(
         output._replace(allocated_bytes=rounded_bytes(output.allocated_bytes)) for output in operation.outputs
     )
-    hidden = operation.hidden_bytes
-    return operation._replace(outputs=outputs, hidden_bytes=None if hidden is None else rounded_bytes(hidden))
+    return operation._replace(outputs=outputs)
 
 
 def _rounded_probe(probe: ProbeResult) -> ProbeResult:
@@ -184,7 +183,7 @@ class _Run:
     def _run(self, position: int, operation: Operation) -> None:
         if operation.flops:
             self._make_workspaces(operation.phase)
-        probe = probe_of(operation, self._probes)
+        probe = None if operation.signature is None else self._probes.get(operation.signature)
         if accumulates_in_place(self._timeline.events, position, operation):
             assert operation.accumulates_into is not None
             block = self._blocks.pop(operation.accumulates_into, None)

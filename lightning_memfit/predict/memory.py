@@ -34,13 +34,6 @@ def predict_memory(
     return replay.breakdown()
 
 
-def probe_of(operation: Operation, probes: Mapping[int, ProbeResult]) -> ProbeResult | None:
-    """What is known of an operator's inside: its own bytes, or what was found for its signature."""
-    if operation.hidden_bytes is not None:
-        return ProbeResult(peak_bytes=0, output_bytes={}, hidden_bytes=operation.hidden_bytes)
-    return None if operation.signature is None else probes.get(operation.signature)
-
-
 class _Replay:
     """Running totals: what is alive, by category, and the highest point so far."""
 
@@ -62,7 +55,7 @@ class _Replay:
 
     def run(self, operation: Operation) -> None:
         """Add the outputs; the most bytes alive within the call may be a new peak."""
-        probe = probe_of(operation, self._probes)
+        probe = None if operation.signature is None else self._probes.get(operation.signature)
         before = self._live
         for output in operation.outputs:
             real = None if probe is None else probe.output_bytes.get(output.position)
@@ -73,7 +66,7 @@ class _Replay:
 
     def _temporaries(self, operation: Operation) -> int:
         """Bytes inside a call beyond its outputs."""
-        probe = probe_of(operation, self._probes)
+        probe = None if operation.signature is None else self._probes.get(operation.signature)
         return 0 if probe is None else probe.temporary_bytes
 
     def _note_peak(self, operation: Operation, highest: int) -> None:

@@ -44,6 +44,7 @@ class Operators:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.operation = [row.operation for row in rows]
         self.target = [row.target for row in rows]
+        self.signatures = [row.signatures for row in rows]
         self.moment: Moment = np.array([row.moment for row in rows], dtype=np.float64)
         self.slice_ = numbers([row.slice_ for row in rows])
         self.gate = numbers([row.gate for row in rows])

@@ -44,6 +44,8 @@ class Row(NamedTuple):
     """Bytes of each output, as traced."""
     target: int | None
     """Index of the storage in :attr:`Tables.storages` that it writes into in place, which is gone with it."""
+    signatures: tuple[int | None, int | None] = (None, None)
+    """Numbers of its signatures at the two sizes."""
 
 
 class Storage(NamedTuple):
@@ -197,6 +199,7 @@ class _Builder:
                 for one, two in zip(large.outputs, small.outputs, strict=True)
             ),
             target=target,
+            signatures=(large.signature, small.signature),
         )  # fmt: skip
 
     def _sizes(self, index: int, row: Row) -> tuple[Line, ...]:

@@ -18,6 +18,7 @@ from lightning_memfit.plan import CATEGORIES, PHASES, MemoryBreakdown, Phase
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError, Numbers, at_samples, pair_operations
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost
 from lightning_memfit.predict.recomputation import Moments, recomputations
+from lightning_memfit.predict.sized_signatures import SizedSignatures
 from lightning_memfit.predict.variant_arrays import UNDECIDED, Flags, Holds, Operators, State, Storages, lines, numbers
 from lightning_memfit.predict.variant_tables import ALWAYS, FIRST, SECOND, clipping_begins, tables_of
 from lightning_memfit.predict.variant_timeline import events_of, small_block_events
@@ -220,29 +221,28 @@ class StepVariants:
         held = [CATEGORIES[category] for category in self._categories(state).tolist()]
         samples = self._samples(variant, self._operators.slice_)
         flops, moved = self._at(self._operators.flops, samples), self._at(self._operators.moved, samples)
-        recorded = variant.followed == self._record.samples[: len(variant.followed)]  # else it is another call
+        sizes = self._record.samples[0], self._record.samples[-1]
+        sized_signatures = SizedSignatures(self._record.signatures, sizes)
 
         def sized(place: int, outputs: tuple[Output, ...]) -> Operation:
             operation, target = self._operators.operation[place], self._operators.target[place]
-            made = sum(output.allocated_bytes for output in outputs)
-            hidden = None if recorded else max(0, int(state.hidden[place]) - made)
             at_size: Operation = operation._replace(
-                signature=operation.signature if recorded else None,
+                signature=sized_signatures.at(self._operators.signatures[place], int(samples[place])),
                 accumulates_into=None if target is None else storages.number[target],
                 outputs=outputs,
                 flops=int(flops[place]),
                 moved_bytes=int(moved[place]),
-                hidden_bytes=hidden,
             )
             return at_size
 
         total, again = self.flops(variant)
         exist = np.flatnonzero(state.exists & ~storages.there).tolist()
+        events = tuple(events_of(self._operators, storages, state, sized, self._phase_at))
         return Timeline(
             residents=self._residents(state, state.exists),
-            events=tuple(events_of(self._operators, storages, state, sized, self._phase_at)),
+            events=events,
             categories={storages.number[i]: held[i] for i in exist},
-            signatures=self._record.signatures,
+            signatures=tuple(sized_signatures.signatures),
             num_parameters=self._record.num_parameters,
             num_operations=int(state.runs.sum()),
             flops=total,

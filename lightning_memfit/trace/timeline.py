@@ -75,8 +75,6 @@ class Operation(NamedTuple):
     """Operators dispatched since the one before that only made views: they take time, though they compute nothing."""
     inner_calls: int = 1
     """Steps that the operator takes one after the other: time steps of a recurrent layer, tensors of a list."""
-    hidden_bytes: int | None = None
-    """Most bytes alive within it beyond its outputs, where no signature tells them; ``None`` leaves them to probes."""
 
 
 class Free(NamedTuple):
