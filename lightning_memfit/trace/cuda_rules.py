@@ -5,12 +5,13 @@ that a step for a GPU is followed on fakes of the CPU under CUDA's rules: its li
 attention and dropout, its defaults of optimizers. Tensors that would stay on the host are not counted. Tests compare it
 with a run of fake ``cuda`` tensors, byte for byte.
 
-Adapter for private names of torch: ``torch.optim.optimizer._get_foreach_kernels_supported_devices`` and
-``_foreach_supported_types``.
+Adapter for private names of torch: ``torch.optim.optimizer._get_foreach_kernels_supported_devices``,
+``_get_capturable_supported_devices`` and ``_foreach_supported_types``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,19 +78,23 @@ def _cuda_behaviour(capability: tuple[int, int]) -> Iterator[None]:
         patches.enter_context(real_cpu_behaviour(rng_state_bytes=0))
         patches.enter_context(cuda_autocast())
         patches.enter_context(overridden(_kernels(capability), "AutogradCPU"))
-        patches.enter_context(_foreach_by_default())
+        patches.enter_context(_optimizers_as_on_cuda())
         yield
 
 
 @contextmanager
-def _foreach_by_default() -> Iterator[None]:
-    """Optimizers that are left to choose run over lists of tensors, as they do on CUDA."""
+def _optimizers_as_on_cuda() -> Iterator[None]:
+    """Optimizers that are left to choose run over lists of tensors, and ``capturable=True`` is taken."""
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
     types = [*optimizers._foreach_supported_types, FakeTensor]
-    with (
-        mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
-        mock.patch.object(optimizers, "_foreach_supported_types", types),
-    ):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices))
+        patches.enter_context(mock.patch.object(optimizers, "_foreach_supported_types", types))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
+                patches.enter_context(
+                    mock.patch.object(module, "_get_capturable_supported_devices", lambda *_, **__: devices)
+                )
         yield
 
 
