@@ -155,6 +155,7 @@ def test_a_whole_share_is_no_limit() -> None:
 
 
 def test_a_mig_instance_has_its_own_memory_and_no_rates() -> None:
+    """Reported in Lightning-AI/pytorch-lightning#10529 and pytorch/pytorch#92315: a slice is taken for the whole GPU."""
     facts = dataclasses.replace(A100, name="NVIDIA A100-SXM4-40GB MIG 1g.10gb", total_bytes=9856 * MIB, uuid="mmmm")
     device = detected(FakeGpu(facts=facts, free=8 * GIB, reserved=0, held=None))
     assert device.mig_profile == "1g.10gb"
@@ -181,6 +182,7 @@ def test_a_driver_that_names_no_identifier_tells_no_neighbours() -> None:
 
 
 def test_allocator_settings_and_spilling_are_told() -> None:
+    """Reported in microsoft/WSL#11050: such a driver moves memory to the host without a word."""
     device = detected(FakeGpu(spilling=True), settings="expandable_segments:True")
     assert device.allocator_settings == "expandable_segments:True"
     assert device.spills
@@ -202,6 +204,7 @@ def test_shared_memory_is_bounded_by_the_total_and_by_what_the_host_has() -> Non
 
 @pytest.mark.parametrize(("capability", "has_bf16"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_bf16_is_a_matter_of_compute_capability(capability: tuple[int, int], has_bf16: bool) -> None:
+    """Reported in MakazhanAlpamys/Soup#387 and pytorch/pytorch#124996: torch claims bf16 where it emulates it."""
     device = detected(FakeGpu(facts=dataclasses.replace(A100, compute_capability=capability)))
     assert ("bf16-mixed" in device.supported_precisions) == has_bf16
 

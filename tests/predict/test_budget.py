@@ -205,6 +205,7 @@ def test_a_given_budget_beyond_a_gpu_is_said() -> None:
 
 
 def test_a_full_gpu_names_the_process_that_holds_most() -> None:
+    """Reported in jax-ml/jax#13428: who holds the memory is not said."""
     full = dataclasses.replace(GPU, capacity_bytes=900 * MIB, available_bytes=200 * MIB)
     with pytest.raises(NoFeasiblePlanError) as caught:
         form_budget(full, PlanRequest(), resident_bytes=0)
