@@ -9,7 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -46,7 +46,8 @@ def detect_device(which: str = "local", *, root: Path = Path("/"), driver: Drive
 
     Args:
         which: ``"local"`` (torch's current GPU where there is one, else the host), ``"cpu"`` (the host), ``"cuda"`` or
-            ``"cuda:1"`` (a GPU as torch counts them), or a GPU of the catalogue such as ``"a100-40gb"``.
+            ``"cuda:1"`` (a GPU as torch counts them), or a GPU of the catalogue such as ``"a100-40gb"``, with
+            the allocator set up as this environment says.
         root: the directory that holds ``proc`` and ``sys``.
         driver: whom to ask about GPUs; torch and NVML if ``None``.
 
@@ -57,6 +58,10 @@ def detect_device(which: str = "local", *, root: Path = Path("/"), driver: Drive
         ConfigurationError: if ``which`` is nothing that is known, or a GPU that this machine does not have.
         UnsupportedError: if ``which`` is a GPU of this machine and torch finds none.
     """
+    if not isinstance(which, str):
+        raise ConfigurationError(
+            f"device={which!r} must be text: 'local', 'cpu', 'cuda:0', or a GPU of the catalogue, such as 'a100-40gb'."
+        )
     if which == "cpu":
         return _host(root)
     driver = TorchDriver(root=root) if driver is None else driver
@@ -70,7 +75,7 @@ def detect_device(which: str = "local", *, root: Path = Path("/"), driver: Drive
             )
         return detect_gpu(None if cuda[1] is None else int(cuda[1]), driver=driver, host=_host(root))
     try:
-        return catalog_device(which)
+        return replace(catalog_device(which), allocator_settings=driver.allocator_settings())
     except ConfigurationError as error:
         raise ConfigurationError(f"{error} For this machine use 'local', 'cpu' or 'cuda:0'.") from None
 

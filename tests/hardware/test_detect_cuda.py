@@ -298,3 +298,16 @@ def test_a_gpu_beyond_the_last_is_refused(count: int, usable: str) -> None:
         f"device='cuda:7' does not exist: this process can use {count} GPU(s). Use {usable}, or change "
         "CUDA_VISIBLE_DEVICES."
     )
+
+
+def test_a_gpu_of_the_catalogue_has_the_allocator_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert detect_device("t4").allocator_settings is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert detect_device("t4").allocator_settings == "expandable_segments:True"
+
+
+def test_a_device_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="device=0 must be text: 'local', 'cpu', 'cuda:0', or a GPU of"):
+        detect_device(0)  # type: ignore[arg-type]
