@@ -155,7 +155,7 @@ def test_a_whole_share_is_no_limit() -> None:
 
 
 def test_a_mig_instance_has_its_own_memory_and_no_rates() -> None:
-    """Reported in Lightning-AI/pytorch-lightning#10529 and pytorch/pytorch#92315: a slice is taken for the whole GPU."""
+    """Reported in Lightning-AI/pytorch-lightning#10529, pytorch/pytorch#92315: a slice is taken for the whole."""
     facts = dataclasses.replace(A100, name="NVIDIA A100-SXM4-40GB MIG 1g.10gb", total_bytes=9856 * MIB, uuid="mmmm")
     device = detected(FakeGpu(facts=facts, free=8 * GIB, reserved=0, held=None))
     assert device.mig_profile == "1g.10gb"
