@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from argparse import Namespace
@@ -17,8 +18,8 @@ from lightning_memfit.cli.import_paths import current_folder_importable
 from lightning_memfit.cli.plan_command import run_plan
 from lightning_memfit.errors import ConfigurationError, MemFitError, first_line, is_out_of_memory
 
-_NARROWEST = 100
-"""Columns of text that is no terminal's: tables are not squeezed where they are piped into a file."""
+_COLUMNS_OF_A_FILE = 110
+"""Width of what goes into a file or a pipe, in characters."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parse(sys.argv[1:] if argv is None else argv)
     stdout = sys.stdout
+    is_terminal = stdout.isatty()
+    text = io.StringIO()
+    console = Console(file=stdout) if is_terminal else Console(file=text, width=_COLUMNS_OF_A_FILE)
     # What the user's own code prints must not end up inside the document.
     with redirect_stdout(sys.stderr), current_folder_importable():
-        code, document = _run(arguments, Console(file=stdout, width=_width(stdout)))
+        code, document = _run(arguments, console)
     if document is not None:
         print(document, file=stdout)
+    elif not is_terminal:
+        # Tables fill their lines with spaces; a file is better without.
+        stdout.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
     return code
 
 
@@ -63,7 +70,3 @@ def _words(error: Exception) -> str:
             "the batch as shapes, or make the model on a larger machine."
         )
     return f"{type(error).__name__}: {first_line(error)}. This is not foreseen: run with --debug, and report it."
-
-
-def _width(stdout: object) -> int | None:
-    return None if getattr(stdout, "isatty", lambda: False)() else _NARROWEST

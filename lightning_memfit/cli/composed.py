@@ -1,8 +1,8 @@
 """What is planned, of a Hydra application: composed and made as its training script does, up to the first batch.
 
 Touches ``HydraConfig.instance().cfg``, which ``${hydra:...}`` is read from, and ``attach_data`` of
-``trainer._data_connector``, which makes the Trainer know module and data. Hydra and Lightning are imported where they are
-needed.
+``trainer._data_connector``, which makes the Trainer know module and data. Hydra and Lightning are imported where they
+are needed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def hardware_document(devices: Sequence[dict[str, Any]]) -> str:
 
 def error_document(error: BaseException, *, exit_code: int) -> str:
     """The document of a request that cannot be used, or of a failure."""
-    return _document(exit_code, error={"kind": type(error).__name__, "message": str(error)})
+    return _document(exit_code, devices=[], error={"kind": type(error).__name__, "message": str(error)})
 
 
 def _document(exit_code: int, **content: Any) -> str:
@@ -53,6 +53,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "predicted": None if outcome.forecast is None else _predicted(outcome.forecast, total),
         "rates": _rates(outcome),
         "explanation": outcome.explanation,
+        "catalogue_with_room": list(outcome.catalogue_with_room),
         "plan": None if outcome.plan is None else outcome.plan.to_dict(),
     }
 

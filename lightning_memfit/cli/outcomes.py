@@ -10,9 +10,10 @@ from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
 from lightning_memfit.cli.subject import Subject
 from lightning_memfit.errors import NoFeasiblePlanError, TraceError, UnsupportedError
 from lightning_memfit.forecasting import make_plan
-from lightning_memfit.hardware.catalog import find_gpu
+from lightning_memfit.hardware.catalog import catalog, catalog_device, find_gpu
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import Forecast, Plan
+from lightning_memfit.plan import Forecast, Plan, PlanRequest
+from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.units import format_bytes
 
 Verdict = Literal["fits", "does not fit", "cannot tell"]
@@ -50,6 +51,8 @@ class Outcome:
     """What the smallest plan needs beyond the budget, in bytes."""
     explanation: str | None = None
     """What was tried, what is missing, and what would make it fit; several lines."""
+    catalogue_with_room: tuple[str, ...] = ()
+    """Where nothing fits, GPUs of the catalogue that leave as much as the smallest plan needs here, smallest first."""
 
     @property
     def forecast(self) -> Forecast | None:
@@ -110,7 +113,7 @@ def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any]) -> 
     except TraceError as error:
         reason = f"one training step cannot be traced without running it: {str(error).rstrip('.')}."
         if subject.on_meta:
-            reason += " The module has no values on the meta device; --real makes it for real."
+            reason += " On the meta device its module has no values; if that is why, --real makes it for real."
         return Outcome(asked=asked, verdict="cannot tell", reason=reason)
     return _with_a_plan(asked, device, plan, has_budget=has_budget)
 
@@ -140,6 +143,7 @@ def _with_a_plan(asked: Asked, device: DeviceSpec, plan: Plan, *, has_budget: bo
 def _without_a_plan(asked: Asked, device: DeviceSpec, error: NoFeasiblePlanError, *, has_budget: bool) -> Outcome:
     missing, uncertain = error.missing_bytes, 0 if has_budget else _uncertain_bytes(device)
     within = error.smallest is not None and missing <= uncertain
+    suggests = device.kind == "cuda" and error.smallest is not None and not has_budget
     reason = f"{format_bytes(missing)} too much"
     if within:
         reason = (
@@ -154,7 +158,18 @@ def _without_a_plan(asked: Asked, device: DeviceSpec, error: NoFeasiblePlanError
         budget_bytes=error.budget_bytes,
         missing_bytes=missing,
         explanation=str(error),
+        catalogue_with_room=_with_room(error.best_peak_bytes) if suggests else (),
     )
+
+
+def _with_room(needed_bytes: int) -> tuple[str, ...]:
+    """GPUs of the catalogue whose own budget is at least so many bytes; none of which the context is not known."""
+    rooms = {}
+    for model in catalog():
+        device = catalog_device(model.key)
+        if device.context_high_bytes is not None:
+            rooms[model.key] = form_budget(device, PlanRequest(), resident_bytes=0).budget_bytes
+    return tuple(key for key, room in sorted(rooms.items(), key=lambda item: item[1]) if room >= needed_bytes)
 
 
 def _uncertain_bytes(device: DeviceSpec) -> int:

@@ -15,6 +15,7 @@ from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.fit_session import default_cache_dir
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.plan import PlanRequest
+from lightning_memfit.units import parse_bytes
 
 _LEVERS = (
     "effective_batch_size", "micro_batch_size", "precision", "activation_checkpointing", "optimizer_states",
@@ -87,9 +88,12 @@ def _given(arguments: Namespace) -> dict[str, Any]:
     """The levers that were given as options, as ``make_plan`` takes them."""
     given = {name: getattr(arguments, name) for name in _LEVERS if getattr(arguments, name) is not None}
     for name in ("budget", "headroom"):
-        if str(given.get(name, "")).isdecimal():
-            given[name] = int(given[name])
-    patterns = given.get("activation_checkpointing")
-    if patterns is not None and len(patterns) == 1 and patterns[0] in ("auto", "none", "blocks"):
-        given["activation_checkpointing"] = patterns[0]
+        if name in given and given[name] not in ("auto", "0"):
+            given[name] = parse_bytes(given[name], setting=f"--{name}")
+        elif name == "headroom" and given.get(name) == "0":
+            given[name] = 0
+    if "activation_checkpointing" in given:
+        patterns = tuple(given["activation_checkpointing"])
+        is_word = len(patterns) == 1 and patterns[0] in ("auto", "none", "blocks")
+        given["activation_checkpointing"] = patterns[0] if is_word else patterns
     return given

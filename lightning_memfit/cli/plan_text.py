@@ -50,6 +50,8 @@ def _block(subject: Subject, outcome: Outcome) -> Iterator[RenderableType]:
     if outcome.explanation is not None:
         yield heading("What was tried, and what would make it fit")
         yield Text(outcome.explanation)
+        if outcome.catalogue_with_room:
+            yield Text(f"  - of the catalogue, by this forecast: {', '.join(outcome.catalogue_with_room)}")
     yield Text()
 
 
