@@ -41,6 +41,7 @@ _ON_THIS_MACHINE = {
     "logger": False, "callbacks": None, "profiler": None, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,
 }  # fmt: skip
+_EPOCHS = 1000  # Lightning's, where neither steps nor epochs are given
 _PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
@@ -174,7 +175,10 @@ def _trainer(config: Any, instantiate: Any) -> Any:
         for key, value in _ON_THIS_MACHINE.items():
             config.trainer[key] = value
     with lightning_quietened():
-        return called(lambda: instantiate(config.trainer), what="trainer")
+        trainer = called(lambda: instantiate(config.trainer), what="trainer")
+    if trainer.max_epochs is None:  # as ``fit`` does before anything reads it (``_parse_loop_limits``)
+        trainer.fit_loop.max_epochs = _EPOCHS if trainer.max_steps == -1 else -1
+    return trainer
 
 
 def _attached_loader(trainer: Any, module: Any, data: Any) -> Any:

@@ -145,6 +145,7 @@ model:
   width: 64
 data:
   _target_: models_of_a_user.Numbers
+  batch_size: 4
 trainer:
   _target_: lightning.pytorch.Trainer
   accelerator: gpu

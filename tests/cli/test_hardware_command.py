@@ -20,7 +20,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_name_it_is_this_machine(memfit: Memfit) -> None:
     ran = memfit("hardware", "--json")
-    assert ran.code == FITS
+    assert ran.code == FITS, ran.err
     (device,) = ran.document["devices"]
     assert device["asked"] == "cpu" and device["kind"] == "cpu" and device["capacity_bytes"] > 0
     assert "available, or held by this process" in memfit("hardware").out

@@ -16,7 +16,7 @@ Plan = Callable[..., Any]
 
 def test_a_module_that_fits_is_said_to_fit_with_its_bracket_anatomy_and_decisions(plan: Plan) -> None:
     ran = plan("lit", "--device", "a100-40gb", "--effective-batch-size", "8")
-    assert ran.code == FITS
+    assert ran.code == FITS, ran.err
     lines = ran.out.splitlines()
     assert lines[0].startswith("a100-40gb ─")
     assert lines[1].startswith("fits: ") and lines[1].endswith(" of 36.01 GiB budget")
@@ -98,9 +98,7 @@ def test_a_step_that_cannot_be_traced_is_three(plan: Plan) -> None:
     assert found["predicted"] is None and found["plan"] is None
 
 
-def test_a_gpu_of_this_machine_that_is_not_there_cannot_be_told(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_of_this_machine_that_is_not_there_cannot_be_told(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     ran = plan("triple", "--device", "cuda:0", "--device", "t4", batch="4x8")
     assert ran.code == CANNOT_TELL
@@ -122,14 +120,14 @@ def test_a_device_that_is_asked_for_twice_is_planned_once(plan: Plan) -> None:
 
 def test_levers_that_are_given_are_pinned(plan: Plan) -> None:
     ran = plan(
-        "triple", "--device", "a100-40gb", "--effective-batch-size", "8", "--micro-batch-size", "2", "--precision",
-        "bf16-true", "--optimizer-states", "as-configured", "--optimizer-implementation", "single-tensor",
-        "--activation-checkpointing", "none", "--headroom", "0", "--json", batch="4x8",
+        "lit", "--device", "a100-40gb", "--effective-batch-size", "8", "--micro-batch-size", "2", "--precision",
+        "bf16-mixed", "--optimizer-states", "as-configured", "--optimizer-implementation", "single-tensor",
+        "--activation-checkpointing", "none", "--headroom", "0", "--json",
     )  # fmt: skip
-    assert ran.code == FITS
+    assert ran.code == FITS, ran.err
     chosen = ran.document["devices"][0]["plan"]
     candidate = chosen["forecast"]["candidate"]
-    assert candidate["precision"] == "bf16-true"
+    assert candidate["precision"] == "bf16-mixed"
     assert candidate["split"]["slice_sizes"] == [2, 2]
     assert candidate["optimizer_implementation"] == "single-tensor"
     assert chosen["budget"]["headroom_bytes"] == 0

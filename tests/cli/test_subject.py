@@ -26,7 +26,7 @@ def test_a_module_is_made_on_meta_unless_it_shall_be_real(plan: Plan) -> None:
 
 def test_a_module_that_cannot_be_made_on_meta_is_made_for_real_and_that_is_said(plan: Plan) -> None:
     ran = plan("needs_values", "--device", "t4", "--json", batch="4x8")
-    assert ran.code == FITS
+    assert ran.code == FITS, ran.err
     (note,) = ran.document["notes"]
     assert note.startswith("the module was made for real: on the meta device RuntimeError: ")
 
