@@ -80,7 +80,14 @@ def called(function: Callable[[], Any], *, what: str) -> Any:
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigurationError(f"{what} raised {type(error).__name__}: {first_line(error)}. {_WAY_OUT}") from error
+        said = _as_the_user_raised_it(error)
+        raise ConfigurationError(f"{what} raised {type(said).__name__}: {first_line(said)}. {_WAY_OUT}") from error
+
+
+def _as_the_user_raised_it(error: BaseException) -> BaseException:
+    """What lies behind Hydra's error of a call, whose first line names the target alone."""
+    cause = error.__cause__ if type(error).__name__ == "InstantiationException" else None
+    return error if cause is None else cause
 
 
 def _import_module(name: str, path: str, option: str) -> Any:

@@ -29,7 +29,9 @@ def print_outcomes(subject: Subject, outcomes: Sequence[Outcome], notes: Sequenc
         notes: what the user should know.
         console: where to print.
     """
-    for outcome in outcomes:
+    for number, outcome in enumerate(outcomes):
+        if number:
+            console.print()
         for part in _block(subject, outcome):
             console.print(part)
     for part in _notes((*notes, *subject.notes)):
@@ -52,7 +54,6 @@ def _block(subject: Subject, outcome: Outcome) -> Iterator[RenderableType]:
         yield Text(outcome.explanation)
         if outcome.catalogue_with_room:
             yield Text(f"  - of the catalogue, by this forecast: {', '.join(outcome.catalogue_with_room)}")
-    yield Text()
 
 
 def _facts(subject: Subject, outcome: Outcome) -> Table:

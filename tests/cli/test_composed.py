@@ -84,7 +84,7 @@ BAD = {
     "no such config": (("--config-name", "other"), "other"),
     "no data": (("~data",), "has no 'data'"),
     "needed value": (("model.width=???",), "model.width has no default. Add model.width="),
-    "model that raises": (("model.width=-1",), "model raised"),
+    "model that raises": (("model.width=-1",), "model raised RuntimeError: Trying to create tensor with negative"),
     "class that is not there": (("model._target_=models_of_a_user.Missing",), "Missing"),
 }  # fmt: skip
 
