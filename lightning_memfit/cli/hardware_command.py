@@ -88,7 +88,7 @@ def _rows(device: DeviceSpec) -> list[tuple[str, str]]:
     if device.kind == "cpu":
         return rows
     rows += [
-        ("context", f"{_context_words(device)} (CUDA and its libraries, outside torch's allocator)"),
+        ("context", f"{_context_words(device)} (the runtime and its libraries, outside torch's allocator)"),
         ("peaks", _peak_words(device)),
         ("bandwidth", f"{_rate(device.bandwidth_bytes_per_second, 1e9)} GB/s (vendor)"),
         ("attention", ", ".join(device.attention_backends) or "unknown"),
