@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from lightning_memfit.plan import Forecast
 
 
 class MemFitError(Exception):
@@ -62,10 +66,14 @@ class NoFeasiblePlanError(MemFitError, RuntimeError):
         budget_bytes: what a plan might have used.
         best_peak_bytes: the smallest peak found, predicted or measured as the message says.
         missing_bytes: how much the best plan is above the budget.
+        smallest: the forecast of the smallest plan found; ``None`` where none was made.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, best_peak_bytes: int) -> None:
+    def __init__(
+        self, message: str, *, budget_bytes: int, best_peak_bytes: int, smallest: Forecast | None = None
+    ) -> None:
         super().__init__(message)
+        self.smallest = smallest
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes
 

@@ -143,6 +143,7 @@ def make_plan(
     optimizer: OptimizerFactory | None = None,
     device: str = "local",
     budget: int | str = "auto",
+    headroom: int | str = "auto",
     precision: Precision | str = "auto",
     activation_checkpointing: str | Sequence[str] = "auto",
     optimizer_states: str = "auto",
@@ -161,6 +162,7 @@ def make_plan(
         optimizer: ``optimizer(parameters) -> Optimizer``; replaces ``configure_optimizers``.
         device: ``"local"``, ``"cpu"``, ``"cuda:0"``, or a GPU of the catalogue such as ``"a100-40gb"``.
         budget: bytes of the torch allocator, text such as ``"700MiB"``, or ``"auto"``.
+        headroom: bytes left free on purpose, text such as ``"256MiB"``, or ``"auto"``.
         precision: in Lightning's words, or ``"auto"``: the faster of those that the device offers and that fit.
         activation_checkpointing: ``"auto"``, ``"none"``, ``"blocks"``, or patterns of module names.
         optimizer_states: ``"auto"``, ``"as-configured"`` or ``"8bit"``.
@@ -176,6 +178,7 @@ def make_plan(
     request = PlanRequest(
         effective_batch_size=effective_batch_size,
         budget=None if budget == "auto" else parse_bytes(budget, setting="budget"),
+        headroom=None if headroom == "auto" else 0 if headroom == 0 else parse_bytes(headroom, setting="headroom"),
         precision=None if precision == "auto" else precision,  # type: ignore[arg-type]  # checked by PlanRequest
         activation_checkpointing=_checkpointing_request(activation_checkpointing),
         optimizer_states=optimizer_states,  # type: ignore[arg-type]

@@ -242,6 +242,13 @@ def test_a_plan_that_cannot_be_says_so() -> None:
         make_plan(Lit(), batch_of(16), effective_batch_size=16, budget="300KiB", probe_operators=False)
 
 
+def test_a_headroom_that_is_asked_for_comes_off_the_budget() -> None:
+    asked = {"effective_batch_size": 16, "budget": "10MiB", "probe_operators": False}
+    plan = make_plan(Lit(), batch_of(16), headroom="4MiB", **asked)  # type: ignore[arg-type]
+    assert plan.budget.budget_bytes == 6 * 2**20
+    assert make_plan(Lit(), batch_of(16), headroom=0, **asked).budget.headroom_bytes == 0  # type: ignore[arg-type]
+
+
 def test_an_effective_batch_that_is_no_multiple_names_its_neighbours() -> None:
     with pytest.raises(ConfigurationError, match=r"effective_batch_size=20 .* 8 samples. Nearest: 16 and 24"):
         make_plan(Lit(), batch_of(8), effective_batch_size=20)

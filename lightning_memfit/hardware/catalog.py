@@ -200,6 +200,25 @@ def attention_backends_of(
     return ("flash", "efficient", "cudnn", "math") if compute_capability >= (8, 0) else ("efficient", "math")
 
 
+def catalog_sources(key: str) -> Mapping[str, str]:
+    """Where the numbers of a GPU come from: by the name of the number, a document or a public report with its date.
+
+    Args:
+        key: the catalogue's key, such as ``"a100-40gb"``.
+    """
+    data = _read_data()
+    entry = next(each for each in data["gpus"] if each["key"] == key)
+    sources = {
+        number: value["source"] for number, value in entry.items() if isinstance(value, Mapping) and "source" in value
+    }
+    if entry["context_bytes"] is None and entry["vendor"] == "nvidia":
+        sources["context_bytes"] = data["any_context_bytes"]["source"]
+    return {
+        number: f"{data['sources'][source]['document']} ({data['sources'][source]['date']})"
+        for number, source in sources.items()
+    }
+
+
 def _any_of(keys: list[str]) -> str:
     return " or ".join(repr(key) for key in keys) if len(keys) < 3 else "one of " + ", ".join(map(repr, keys))
 
@@ -215,9 +234,14 @@ def _compact(name: str) -> str:
 
 
 @functools.cache
-def _read() -> tuple[tuple[GpuModel, ...], ByteRange, ByteRange]:
+def _read_data() -> Any:
     text = resources.files("lightning_memfit.hardware").joinpath("catalog.yaml").read_text(encoding="utf-8")
-    data = parse_plain(text, source="The catalogue of GPUs")
+    return parse_plain(text, source="The catalogue of GPUs")
+
+
+@functools.cache
+def _read() -> tuple[tuple[GpuModel, ...], ByteRange, ByteRange]:
+    data = _read_data()
     gpus = tuple(_model(entry) for entry in data["gpus"])
     return gpus, _range(data["any_context_bytes"]), _range(data["cublas_bytes"])
 

@@ -43,10 +43,12 @@ def no_fit_message(
     peak = best.predicted_peak_bytes if measured_peak_bytes is None else measured_peak_bytes
     missing = max(0, peak - budget.budget_bytes)
     how = "predicted" if measured_peak_bytes is None else "measured"
+    is_reserved = measured_peak_bytes is None and best.memory.minimum_feasible_bytes is not None
+    statistic = "least reserved" if is_reserved else "allocated"
     tried = [(best.candidate, peak), *((passed.candidate, passed.predicted_peak_bytes) for passed in passed_over)]
     lines = [
         f"No plan fits the budget of {format_bytes(budget.budget_bytes)}: the smallest one found needs "
-        f"{format_bytes(peak)} ({how}, allocated), {format_bytes(missing)} too much.",
+        f"{format_bytes(peak)} ({how}, {statistic}), {format_bytes(missing)} too much.",
         f"Budget: {budget.reason}.",
         f"Smallest plan: {best.candidate.label}. {_peak_words(best)}",
         *_floor_lines(budget, best),

@@ -332,7 +332,9 @@ def _nothing_fits(
         checkpointing_reason=space.checkpointing_reason,
         states_reason=space.states_reason,
     )
-    return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
+    return NoFeasiblePlanError(
+        message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes, smallest=best
+    )
 
 
 def _without(forecasts: Iterable[Forecast], best: Forecast) -> list[Forecast]:

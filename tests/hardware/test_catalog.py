@@ -17,6 +17,7 @@ from lightning_memfit.hardware.catalog import (
     attention_backends_of,
     catalog,
     catalog_device,
+    catalog_sources,
     cublas_bytes,
     find_gpu,
     supports_bf16,
@@ -224,3 +225,15 @@ def test_amds_context_stays_unknown() -> None:
 
 def test_without_bf16_units_bf16_is_not_offered() -> None:
     assert catalog_device("t4").supported_precisions == ("32-true", "16-mixed")
+
+
+@pytest.mark.parametrize("key", sorted(REQUIRED))
+def test_the_sources_of_a_gpu_are_documents_with_their_dates(key: str) -> None:
+    sources = catalog_sources(key)
+    assert {"torch_total_bytes", "bandwidth_bytes_per_second", "peak_flops"} <= set(sources)
+    assert all(re.search(r"\(\d{4}(-\d{2})*\)$", words) for words in sources.values())
+
+
+def test_a_context_that_is_assumed_names_what_it_is_assumed_from() -> None:
+    assert "pytorch/pytorch#86509" in catalog_sources("t4")["context_bytes"]
+    assert "context_bytes" not in catalog_sources("mi300x")

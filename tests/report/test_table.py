@@ -9,6 +9,7 @@ import re
 import pytest
 from rich.console import Console, RenderableType
 
+from lightning_memfit.hardware.catalog import catalog_device
 from lightning_memfit.plan import Choice, Measurement, MemoryBreakdown, Plan, TimedPlan
 from lightning_memfit.report.table import (
     best_passed_over,
@@ -48,6 +49,16 @@ def test_the_verdict_comes_first(plan: Plan) -> None:
     assert "effective batch 64 = 2 accumulated batches x 32 samples, each batch in slices of 8 + 8 + 8 + 8" in top
     assert "budget 700.0 MiB: as given" in top
     assert "AMD EPYC 7B13 (cpu, 2 cores)" in top
+
+
+def test_of_a_gpu_what_its_allocator_must_reserve_is_held_against_the_budget(plan: Plan) -> None:
+    memory = dataclasses.replace(plan.forecast.memory, minimum_feasible_bytes=600 * MIB, peak_reserved_bytes=650 * MIB)
+    forecast = dataclasses.replace(plan.forecast, memory=memory, correction_bytes=0)
+    on_a_gpu = dataclasses.replace(plan, forecast=forecast, device=catalog_device("t4"))
+    text = in_one_line(rendered(plan_renderable(on_a_gpu)))
+    assert "least reserved 600.0 MiB of 700.0 MiB (85.7 %): fits, 100.0 MiB left" in text
+    assert "predicted to survive in 600.0 MiB, and to reserve 650.0 MiB where there is room" in text
+    assert "Tesla T4 (not in this machine, 14.56 GiB in all" in text
 
 
 def test_a_plan_over_its_budget_says_so(plan: Plan) -> None:

@@ -162,6 +162,8 @@ def test_nothing_fits_says_by_how_much() -> None:
     assert caught.value.budget_bytes == 1000
     assert caught.value.best_peak_bytes == 1040
     assert caught.value.missing_bytes == 40
+    assert caught.value.smallest is not None
+    assert caught.value.smallest.predicted_peak_bytes == 1040
     message = str(caught.value)
     assert message.startswith("No plan fits the budget of 1000 B: the smallest one found needs 1.016 KiB (predicted")
     assert "40 B too much" in message and "What would help:" in message

@@ -1,0 +1,72 @@
+"""The entry point: reads the command line, runs the command, and turns what happens into an exit code."""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+
+from rich.console import Console
+
+from lightning_memfit.cli.arguments import BAD_REQUEST, CANNOT_TELL, parse
+from lightning_memfit.cli.documents import error_document
+from lightning_memfit.cli.hardware_command import run_hardware
+from lightning_memfit.cli.import_paths import current_folder_importable
+from lightning_memfit.cli.plan_command import run_plan
+from lightning_memfit.errors import ConfigurationError, MemFitError, first_line, is_out_of_memory
+
+_COLUMNS_OF_A_FILE = 110
+"""Width of what goes into a file or a pipe, in characters."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``memfit``.
+
+    Args:
+        argv: the words behind ``memfit``; those of the process if left out.
+
+    Returns:
+        The exit code: see :mod:`lightning_memfit.cli.arguments`.
+
+    Raises:
+        SystemExit: of argparse, for ``--help`` and for options that do not exist.
+    """
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    stdout = sys.stdout
+    is_terminal = stdout.isatty()
+    text = io.StringIO()
+    console = Console(file=stdout) if is_terminal else Console(file=text, width=_COLUMNS_OF_A_FILE)
+    # What the user's own code prints must not end up inside the document.
+    with redirect_stdout(sys.stderr), current_folder_importable():
+        code, document = _run(arguments, console)
+    if document is not None:
+        print(document, file=stdout)
+    elif not is_terminal:
+        # Tables fill their lines with spaces; a file is better without.
+        stdout.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    return code
+
+
+def _run(arguments: Namespace, console: Console) -> tuple[int, str | None]:
+    try:
+        return (run_hardware if arguments.command == "hardware" else run_plan)(arguments, say=console)
+    except Exception as error:
+        code = BAD_REQUEST if isinstance(error, ConfigurationError) else CANNOT_TELL
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"memfit: {_words(error)}", file=sys.stderr)
+        return code, error_document(error, exit_code=code) if arguments.json else None
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, MemFitError):
+        return str(error)
+    if is_out_of_memory(error):
+        return (
+            f"this machine ran out of memory ({type(error).__name__}: {first_line(error)}). Leave --real out, write "
+            "the batch as shapes, or make the model on a larger machine."
+        )
+    return f"{type(error).__name__}: {first_line(error)}. This is not foreseen: run with --debug, and report it."

@@ -1,0 +1,223 @@
+"""What is planned, of a Hydra application: composed and made as its training script does, up to the first batch.
+
+Touches ``HydraConfig.instance().cfg``, which ``${hydra:...}`` is read from, and ``attach_data`` of
+``trainer._data_connector``, which makes the Trainer know module and data. Hydra and Lightning are imported where they
+are needed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_memfit.apply.batch_transfer import hook_owners, transferred
+from lightning_memfit.apply.stepping_batches import answering_num_batches
+from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.cli.import_paths import called
+from lightning_memfit.cli.quiet import lightning_quietened
+from lightning_memfit.cli.subject import Subject, first_of, made_on_meta
+from lightning_memfit.config import MemFitConfig, memfit_arguments, register_configs
+from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.observe.random_state import random_state_kept
+from lightning_memfit.search.batch_arithmetic import resolve_loader
+from lightning_memfit.validate.splittable import has_train_mode_batch_norm
+
+CONFIG_DIR, CONFIG_NAME = "conf", "config"
+"""Where the primary config is looked for if nothing else is said."""
+_SETTINGS = (
+    "budget", "headroom", "precision", "activation_checkpointing", "optimizer_states", "optimizer_implementation",
+    "micro_batch_size",
+)  # fmt: skip
+_NOT_OF_A_FORECAST = ("mode", "on_no_fit", "num_profiled_steps", "planning_seconds", "cache_dir", "verbose", "plan")
+# What a Trainer needs that trains nothing: no GPU, no folders, no other plugin.
+_ON_THIS_MACHINE = {
+    "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None, "plugins": None,
+    "logger": False, "callbacks": None, "profiler": None, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False,
+}  # fmt: skip
+_EPOCHS = 1000  # Lightning's, where neither steps nor epochs are given
+_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+@contextmanager
+def composed_subject(
+    *, config_dir: str | None, config_name: str | None, overrides: Sequence[str], real: bool
+) -> Iterator[Subject]:
+    """Compose a config, and make what it names: ``model``, ``data``, ``trainer`` and, where there is one, ``memfit``.
+
+    Within the context the Trainer answers what the module asks it while its step is traced.
+
+    Args:
+        config_dir: the folder of the config, from the current one.
+        config_name: the primary config.
+        overrides: as for the application itself.
+        real: make the module for real, not on ``meta``.
+
+    Raises:
+        ConfigurationError: if Hydra is not installed, or the config cannot be composed or made.
+    """
+    folder = Path(config_dir or CONFIG_DIR).resolve()
+    with _composed(folder, config_name or CONFIG_NAME, overrides) as config, random_state_kept():
+        _require(config, folder)
+        if "seed" in config and config.seed is not None:
+            torch.manual_seed(config.seed)
+        settings, notes = _settings(config)
+        instantiate = _instantiate()
+        make = partial(instantiate, config.model)
+        module, on_meta, made_notes = made_on_meta(make, what="model", real=real)
+        data = called(lambda: instantiate(config.data), what="data")
+        trainer = _trainer(config, instantiate)
+        loader = _attached_loader(trainer, module, data)
+        batch, accumulate = _planned_batch(trainer, module, loader, settings)
+        length = len(loader) if hasattr(loader, "__len__") else None
+        with answering_num_batches(trainer, num_batches=length, accumulate_grad_batches=accumulate):
+            yield Subject(
+                words=" ".join(overrides) or f"{folder.name}/{config_name or CONFIG_NAME}",
+                module=module,
+                batch=batch,
+                on_meta=on_meta,
+                settings=settings,
+                notes=(*notes, *made_notes),
+            )
+
+
+@contextmanager
+def _composed(folder: Path, name: str, overrides: Sequence[str]) -> Iterator[Any]:
+    """The config without its ``hydra`` part, ``${hydra:...}`` answered, its output folder a temporary one."""
+    try:
+        from hydra import compose, initialize_config_dir
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.errors import HydraException
+    except ImportError as error:
+        raise ConfigurationError(
+            "Overrides of a Hydra config need hydra-core, which is not installed. pip install 'lightning-memfit[cli]', "
+            "or name your own code with --model and --batch."
+        ) from error
+    from omegaconf import OmegaConf, errors, open_dict
+
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"There is no folder {folder} to compose a config from. Name one with --config-dir, or your own code with "
+            "--model and --batch."
+        )
+    register_configs()
+    before = HydraConfig.instance().cfg
+    with tempfile.TemporaryDirectory(prefix="memfit") as output:
+        try:
+            with initialize_config_dir(str(folder), version_base="1.3", job_name="memfit"):
+                config = compose(name, overrides=list(overrides), return_hydra_config=True)
+                with open_dict(config):
+                    config.hydra.runtime.output_dir = output
+                HydraConfig.instance().set_config(config)
+                yield OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        except (HydraException, errors.OmegaConfBaseException) as error:
+            raise ConfigurationError(f"The config {folder.name}/{name} cannot be composed: {error}") from error
+        finally:
+            HydraConfig.instance().cfg = before
+
+
+def _require(config: Any, folder: Path) -> None:
+    from omegaconf import OmegaConf
+
+    for key, what in (("model", "a LightningModule"), ("data", "a LightningDataModule"), ("trainer", "a Trainer")):
+        if config.get(key) is None:
+            raise ConfigurationError(
+                f"The config of {folder} has no {key!r}, from which {what} is made. Add it, or name your own code with "
+                "--model and --batch."
+            )
+    # The Trainer's loggers and callbacks are not made here.
+    missing = sorted(key for key in OmegaConf.missing_keys(config) if not key.startswith("trainer."))
+    if missing:
+        raise ConfigurationError(f"{missing[0]} has no default. Add {missing[0]}=... to the command.")
+
+
+def _instantiate() -> Any:
+    from hydra.utils import instantiate
+
+    return instantiate
+
+
+def _settings(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the ``memfit`` and ``trainer`` groups ask for, as ``make_plan`` takes it, and what it does not take."""
+    arguments = memfit_arguments(config.get("memfit") or {})
+    settings = {name: arguments[name] for name in _SETTINGS if arguments[name] != "auto"}
+    if arguments["effective_batch_size"] is not None:
+        settings["effective_batch_size"] = arguments["effective_batch_size"]
+    if "precision" not in settings and config.trainer.get("precision") is not None:
+        precision = str(config.trainer.precision)
+        settings["precision"] = _PRECISIONS.get(precision, precision)
+    notes = [f"memfit.{name}={arguments[name]!r} is left out of this forecast" for name in _left_out(arguments)]
+    if config.trainer.get("gradient_clip_val"):
+        notes.append("gradient clipping is left out of this forecast: it works in place")
+    if str(config.trainer.get("devices", 1)) != "1" or str(config.trainer.get("num_nodes", 1)) != "1":
+        notes.append("planned for one device; what several exchange is left out")
+    return settings, tuple(notes)
+
+
+def _left_out(arguments: Mapping[str, Any]) -> Iterator[str]:
+    defaults = vars(MemFitConfig())
+    for name, value in arguments.items():
+        is_used = name in (*_SETTINGS, *_NOT_OF_A_FORECAST, "effective_batch_size")
+        if not is_used and value != defaults[name]:
+            yield name
+
+
+def _trainer(config: Any, instantiate: Any) -> Any:
+    from omegaconf import open_dict
+
+    with open_dict(config.trainer):
+        for key, value in _ON_THIS_MACHINE.items():
+            config.trainer[key] = value
+    with lightning_quietened():
+        trainer = called(lambda: instantiate(config.trainer), what="trainer")
+    if trainer.max_epochs is None:  # as ``fit`` does before anything reads it (``_parse_loop_limits``)
+        trainer.fit_loop.max_epochs = _EPOCHS if trainer.max_steps == -1 else -1
+    return trainer
+
+
+def _attached_loader(trainer: Any, module: Any, data: Any) -> Any:
+    """The train loader, once the module and the data are set up as a Trainer does before training."""
+    if not callable(getattr(data, "train_dataloader", None)):
+        with lightning_quietened():
+            trainer._data_connector.attach_data(module, train_dataloaders=data)
+        trainer.strategy.connect(module)
+        called(lambda: module.setup("fit"), what=f"setup of {type(module).__name__}")
+        return data
+    with lightning_quietened():
+        trainer._data_connector.attach_data(module, datamodule=data)
+    trainer.strategy.connect(module)
+    called(data.prepare_data, what=f"prepare_data of {type(data).__name__}")
+    called(lambda: data.setup("fit"), what=f"setup of {type(data).__name__}")
+    called(lambda: module.setup("fit"), what=f"setup of {type(module).__name__}")
+    return called(data.train_dataloader, what=f"train_dataloader of {type(data).__name__}")
+
+
+def _planned_batch(trainer: Any, module: Any, loader: Any, settings: dict[str, Any]) -> tuple[Any, int]:
+    """The batch that is planned, as ``training_step`` gets it, and how many of them form the effective batch.
+
+    Raises:
+        ConfigurationError: if the effective batch cannot be formed.
+    """
+    batch = first_of(loader, what="the train dataloader")
+    resolved = resolve_loader(
+        effective_batch_size=settings.get("effective_batch_size"),
+        ranks=1,
+        loader_batch_size=batch_size_of(batch),
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        can_rebuild=isinstance(loader, torch.utils.data.DataLoader),
+        has_batch_norm=has_train_mode_batch_norm(module) is not None,
+        allow_inexact_slicing=False,
+    )
+    settings["effective_batch_size"] = resolved.effective_batch_size
+    if resolved.rebuilt:
+        rest = batch_size_of(batch) - resolved.loader_batch_size
+        batch = split_by_sizes(batch, (resolved.loader_batch_size, rest))[0]
+    if hook_owners(trainer):
+        batch = called(lambda: transferred(trainer, module, batch), what="a transfer hook")
+    return batch, resolved.accumulate_grad_batches

@@ -1,0 +1,182 @@
+"""Whether a subject fits on a device: the plan, or why there is none, or why that cannot be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
+from lightning_memfit.cli.subject import Subject
+from lightning_memfit.errors import NoFeasiblePlanError, TraceError, UnsupportedError
+from lightning_memfit.forecasting import make_plan
+from lightning_memfit.hardware.catalog import catalog, catalog_device, find_gpu
+from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.plan import Forecast, Plan, PlanRequest
+from lightning_memfit.predict.budget import form_budget
+from lightning_memfit.units import format_bytes
+
+Verdict = Literal["fits", "does not fit", "cannot tell"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A device that was asked for."""
+
+    name: str
+    """As it was written."""
+    device: DeviceSpec | None
+    """What it is; ``None`` where that cannot be told."""
+    obstacle: str = ""
+    """Why it cannot be told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was found for one device. Every number in it is predicted."""
+
+    asked: Asked
+    """The device."""
+    verdict: Verdict
+    """Whether training fits."""
+    reason: str
+    """By how much, or why it cannot be told; one line."""
+    plan: Plan | None = None
+    """The plan that was found."""
+    smallest: Forecast | None = None
+    """Where nothing fits, the forecast that needs least."""
+    budget_bytes: int | None = None
+    """What a plan may use of torch's allocator, in bytes; ``None`` where that was not found out."""
+    missing_bytes: int = 0
+    """What the smallest plan needs beyond the budget, in bytes."""
+    explanation: str | None = None
+    """What was tried, what is missing, and what would make it fit; several lines."""
+    catalogue_with_room: tuple[str, ...] = ()
+    """Where nothing fits, GPUs of the catalogue that leave as much as the smallest plan needs here, smallest first."""
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """That of the plan, or the smallest one found."""
+        return self.smallest if self.plan is None else self.plan.forecast
+
+    @property
+    def device_total_bytes(self) -> tuple[int, int] | None:
+        """Least and most that the GPU holds for this process where there is room: reserved bytes and the context.
+
+        ``None`` on a host, and where the context is not known.
+        """
+        device, forecast = self.asked.device, self.forecast
+        if device is None or forecast is None or forecast.memory.peak_reserved_bytes is None:
+            return None
+        if device.context_low_bytes is None or device.context_high_bytes is None:
+            return None
+        reserved = forecast.memory.peak_reserved_bytes
+        return reserved + device.context_low_bytes, reserved + device.context_high_bytes
+
+
+def exit_code_of(outcomes: Sequence[Outcome]) -> int:
+    """The exit code that says the most: that something does not fit, then that something cannot be told."""
+    verdicts = {outcome.verdict for outcome in outcomes}
+    if "does not fit" in verdicts:
+        return DOES_NOT_FIT
+    return CANNOT_TELL if "cannot tell" in verdicts else FITS
+
+
+def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any]) -> Outcome:
+    """Plan a subject for a device.
+
+    Args:
+        asked: the device.
+        subject: what is planned.
+        arguments: of ``make_plan``, beside those of the subject.
+
+    Raises:
+        ConfigurationError: if a setting cannot be used.
+    """
+    device = asked.device
+    if device is None:
+        return Outcome(asked=asked, verdict="cannot tell", reason=asked.obstacle)
+    has_budget = arguments.get("budget", "auto") != "auto"
+    try:
+        plan = make_plan(
+            subject.module,
+            subject.batch,
+            loss=subject.loss,
+            optimizer=subject.optimizer,
+            device=asked.name,
+            **arguments,
+        )
+    except NoFeasiblePlanError as error:
+        return _without_a_plan(asked, device, error, has_budget=has_budget)
+    except UnsupportedError as error:
+        return Outcome(asked=asked, verdict="cannot tell", reason=str(error))
+    except TraceError as error:
+        reason = f"one training step cannot be traced without running it: {str(error).rstrip('.')}."
+        if subject.on_meta:
+            reason += " On the meta device its module has no values; if that is why, --real makes it for real."
+        return Outcome(asked=asked, verdict="cannot tell", reason=reason)
+    return _with_a_plan(asked, device, plan, has_budget=has_budget)
+
+
+def _with_a_plan(asked: Asked, device: DeviceSpec, plan: Plan, *, has_budget: bool) -> Outcome:
+    needs, budget = plan.forecast.predicted_peak_bytes, plan.budget.budget_bytes
+    if device.kind == "cuda" and device.context_high_bytes is None and not has_budget:
+        return Outcome(
+            asked=asked,
+            verdict="cannot tell",
+            reason=(
+                f"what the context takes on {device.name} is not known; without it the plan leaves "
+                f"{format_bytes(budget - needs)} of {format_bytes(budget)}. Give --budget: what torch may reserve."
+            ),
+            plan=plan,
+            budget_bytes=budget,
+        )
+    return Outcome(
+        asked=asked,
+        verdict="fits",
+        reason=f"{format_bytes(needs)} of {format_bytes(budget)} budget",
+        plan=plan,
+        budget_bytes=budget,
+    )
+
+
+def _without_a_plan(asked: Asked, device: DeviceSpec, error: NoFeasiblePlanError, *, has_budget: bool) -> Outcome:
+    missing, uncertain = error.missing_bytes, 0 if has_budget else _uncertain_bytes(device)
+    within = error.smallest is not None and missing <= uncertain
+    suggests = device.kind == "cuda" and error.smallest is not None and not has_budget
+    reason = f"{format_bytes(missing)} too much"
+    if within:
+        reason = (
+            f"{format_bytes(missing)} too much for the least that {device.name} may offer, and context and total are "
+            f"known to {format_bytes(uncertain)} only. Give --budget: what torch may reserve."
+        )
+    return Outcome(
+        asked=asked,
+        verdict="cannot tell" if within else "does not fit",
+        reason=reason,
+        smallest=error.smallest,
+        budget_bytes=error.budget_bytes,
+        missing_bytes=missing,
+        explanation=str(error),
+        catalogue_with_room=_with_room(error.best_peak_bytes) if suggests else (),
+    )
+
+
+def _with_room(needed_bytes: int) -> tuple[str, ...]:
+    """GPUs of the catalogue whose own budget is at least so many bytes; none of which the context is not known."""
+    rooms = {}
+    for model in catalog():
+        device = catalog_device(model.key)
+        if device.context_high_bytes is not None:
+            rooms[model.key] = form_budget(device, PlanRequest(), resident_bytes=0).budget_bytes
+    return tuple(key for key, room in sorted(rooms.items(), key=lambda item: item[1]) if room >= needed_bytes)
+
+
+def _uncertain_bytes(device: DeviceSpec) -> int:
+    """By how much the budget might be larger: the ranges of the context and, of a GPU elsewhere, of its total."""
+    low, high = device.context_low_bytes, device.context_high_bytes
+    uncertain = 0 if low is None or high is None else high - low
+    if not device.is_present and device.key is not None:
+        total = find_gpu(device.key).torch_total_bytes
+        uncertain += total.high - total.low
+    return uncertain

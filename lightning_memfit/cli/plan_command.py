@@ -1,0 +1,99 @@
+"""``memfit plan``: what is planned, for which devices, and what was found."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_memfit.batch_tree import batch_size_of
+from lightning_memfit.cli.documents import plan_document
+from lightning_memfit.cli.outcomes import Asked, Outcome, exit_code_of, outcome_on
+from lightning_memfit.cli.plan_text import print_outcomes
+from lightning_memfit.cli.subject import Subject, subject_of
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.fit_session import default_cache_dir
+from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.plan import PlanRequest
+from lightning_memfit.units import parse_bytes
+
+_LEVERS = (
+    "effective_batch_size", "micro_batch_size", "precision", "activation_checkpointing", "optimizer_states",
+    "optimizer_implementation", "budget", "headroom",
+)  # fmt: skip
+
+
+def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
+    """Plan for every device.
+
+    Args:
+        arguments: the command line.
+        say: a rich console for text.
+
+    Returns:
+        The exit code, and the JSON document if that was asked for.
+
+    Raises:
+        ConfigurationError: if the request cannot be used.
+    """
+    asked, notes = _devices(arguments.device or ["local"])
+    given = _given(arguments)
+    # Everything that can be wrong with the levers is said before models are made.
+    PlanRequest(**{name: value for name, value in given.items() if name not in ("budget", "headroom", "precision")})
+    with subject_of(arguments) as subject:
+        settings = {**subject.settings, **given}
+        settings.setdefault("effective_batch_size", batch_size_of(subject.batch))
+        settings["cache_dir"] = default_cache_dir()
+        outcomes = [outcome_on(each, subject, settings) for each in asked]
+        return _said(subject, outcomes, notes, arguments, say)
+
+
+def _said(
+    subject: Subject, outcomes: Sequence[Outcome], notes: Sequence[str], arguments: Namespace, say: Any
+) -> tuple[int, str | None]:
+    code = exit_code_of(outcomes)
+    if arguments.json:
+        return code, plan_document(subject, outcomes, notes, exit_code=code)
+    print_outcomes(subject, outcomes, notes, console=say)
+    return code, None
+
+
+def _devices(names: Sequence[str]) -> tuple[list[Asked], tuple[str, ...]]:
+    """The devices in the order asked for, each once.
+
+    Raises:
+        ConfigurationError: if one is not known.
+    """
+    asked: dict[object, Asked] = {}
+    notes = []
+    for name in names:
+        each = _asked(name)
+        device = each.device
+        same = name if device is None else (device.key or device.name, device.is_present, device.uuid)
+        if same in asked:
+            notes.append(f"{name!r} is {asked[same].name!r}, asked for twice: planned once")
+        else:
+            asked[same] = each
+    return list(asked.values()), tuple(notes)
+
+
+def _asked(name: str) -> Asked:
+    try:
+        return Asked(name=name, device=detect_device(name))
+    except UnsupportedError as error:
+        return Asked(name=name, device=None, obstacle=str(error))
+
+
+def _given(arguments: Namespace) -> dict[str, Any]:
+    """The levers that were given as options, as ``make_plan`` takes them."""
+    given = {name: getattr(arguments, name) for name in _LEVERS if getattr(arguments, name) is not None}
+    for name in ("budget", "headroom"):
+        if name in given and given[name] not in ("auto", "0"):
+            given[name] = parse_bytes(given[name], setting=f"--{name}")
+        elif name == "headroom" and given.get(name) == "0":
+            given[name] = 0
+    if "activation_checkpointing" in given:
+        patterns = tuple(given["activation_checkpointing"])
+        is_word = len(patterns) == 1 and patterns[0] in ("auto", "none", "blocks")
+        given["activation_checkpointing"] = patterns[0] if is_word else patterns
+    return given
