@@ -7,7 +7,7 @@ the very candidate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -22,13 +22,14 @@ from lightning_memfit.apply.optimizer_levers import OptimizerFacts, faked_quanti
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.fingerprint import optimizer_words
-from lightning_memfit.plan import BatchSplit, Candidate, Forecast, Precision
+from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown, Precision
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost, optimizer_step_cost, with_optimizer_step
 from lightning_memfit.predict.variants import Variant
 from lightning_memfit.recorded_steps import Divide, GivenBatch, Recorded, RecordedSteps
 from lightning_memfit.search.checkpointing import find_repeated_blocks
+from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import HostTarget, Prober, Target
 from lightning_memfit.trace.closure_step import trace_closure_step
 from lightning_memfit.trace.gradient_scaling import with_scaled_loss
@@ -103,6 +104,7 @@ class Forecaster:
         self._prepare = prepare_optimizer or self._with_levers
         self._rates = rates
         self.callback_bytes = callback_bytes
+        self._shared = SharedWork()
         self._records = RecordedSteps(self._given, prober, find_repeated_blocks(program.module), rates)
         self._timelines: dict[Candidate, Timeline] = {}
         self._steps: dict[Any, _OptimizerStep] = {}
@@ -171,8 +173,11 @@ class Forecaster:
     def _seen_of_the_optimizer(self) -> tuple[OptimizerFacts, str]:
         module = self._program.module
         with faked_quantisation():
-            return look_at_optimizer(
-                self._program, lambda optimizer: (optimizer_facts(optimizer, module), optimizer_words(optimizer))
+            return self._shared.once(
+                ("optimizer", self._target.rules.device_type),
+                lambda: look_at_optimizer(
+                    self._program, lambda optimizer: (optimizer_facts(optimizer, module), optimizer_words(optimizer))
+                ),
             )
 
     def recomputed_anyway(self, candidate: Candidate) -> frozenset[str]:
@@ -192,9 +197,27 @@ class Forecaster:
         """The same for another batch; what is known of the optimizer is shared."""
         other = copy.copy(self)
         other._given = replace(self._given, batch=batch, waiting_batch=waiting_batch)
+        other._shared = SharedWork()
         other._records = self._records.for_batch(other._given)
         other.untraceable = None
         other._timelines, other._lines, other._derived_peaks = {}, {}, {}
+        return other
+
+    def for_device(self, target: Target, *, prober: Prober | None, rates: DeviceRates | None) -> Forecaster:
+        """The same for another device; what was traced and replayed is shared where the device decides nothing.
+
+        Args:
+            target: the other device.
+            prober: finds hidden temporaries of operators on it.
+            rates: how fast it is.
+        """
+        other = copy.copy(self)
+        other.__dict__.pop("_seen_of_the_optimizer", None)
+        other._target, other._prober, other._rates = target, prober, rates
+        other._program = replace(self._program, rules=target.rules)
+        other._records = self._records.for_device(prober, rates)
+        other.untraceable = None
+        other._steps, other._timelines, other._lines, other._derived_peaks = {}, {}, {}, {}
         return other
 
     def timeline(self, candidate: Candidate) -> Timeline:
@@ -274,11 +297,17 @@ class Forecaster:
             step = self._step(candidate, recorded.gradients)
         except NotDerivableError:
             return None
+        key = "replayed", candidate, self._target.counts_like, recorded.key, step.key
+        memory = self._shared.once(key, lambda: self._replayed_now(candidate, variant, recorded, step))
+        return replace(derived, memory=memory.beside(self.callback_bytes), confirmed=True)
+
+    def _replayed_now(
+        self, candidate: Candidate, variant: Variant, recorded: Recorded, step: _OptimizerStep
+    ) -> MemoryBreakdown:
         window = recorded.variants.timeline(replace(variant, zero_gradients_early=False))
         timeline = with_optimizer_step(window, step.timeline)
         probes = self.probe(timeline.signatures)
-        memory = self._target.memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
-        return replace(derived, memory=memory.beside(self.callback_bytes), confirmed=True)
+        return self._target.memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
 
     def _derived(self, candidate: Candidate) -> Forecast:
         try:
@@ -308,17 +337,24 @@ class Forecaster:
         """The optimizer's step, which depends on nothing in front of it but which gradients there are."""
         key = candidate.optimizer_states, candidate.optimizer_implementation, floating_dtype(candidate), gradients
         if key not in self._steps:
-            with faked_quantisation():
-                step = trace_optimizer_step(
-                    self._program_at(candidate),
-                    gradients=gradients,
-                    collect_signatures=self._prober is not None,
-                    floating=floating_dtype(candidate),
-                )
+            # Under the rules of every GPU the optimizer steps alike: they differ in attention alone.
+            by = "step", self._target.rules.device_type, self._prober is not None, *key
+            step = self._shared.once(by, lambda: self._traced_step(candidate, gradients))
             probes = self.probe(step.signatures)
-            cost = optimizer_step_cost(step, probes.results)
-            self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(step), (*step.notes, *probes.notes))
+            found = by, probes_key(probes.results)
+            cost = self._shared.once(("cost", found), lambda: optimizer_step_cost(step, probes.results))
+            notes = (*step.notes, *probes.notes)
+            self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(step), notes, found)
         return self._steps[key]
+
+    def _traced_step(self, candidate: Candidate, gradients: _Layouts) -> Timeline:
+        with faked_quantisation():
+            return trace_optimizer_step(
+                self._program_at(candidate),
+                gradients=gradients,
+                collect_signatures=self._prober is not None,
+                floating=floating_dtype(candidate),
+            )
 
     def _slices_of(self, candidate: Candidate) -> StepProgram:
         """The step at the candidate's precision; its optimizer, as configured, only zeroes and clips."""
@@ -410,6 +446,7 @@ class _OptimizerStep(NamedTuple):
     cost: OptimizerStepCost
     seconds: StepSeconds | None
     notes: tuple[str, ...]
+    key: Hashable
 
 
 def _whole(window: VariantSeconds | None, variant: Variant, step: StepSeconds | None) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_memfit.batch_tree import batch_size_of, tensors_of
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.fingerprint import fingerprint_of
 from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.hardware.detect import detect_device
@@ -175,6 +175,71 @@ def make_plan(
         NoFeasiblePlanError: if nothing fits.
         ConfigurationError: if a setting cannot be used.
     """
+    (plan,) = make_plans(
+        module,
+        batch,
+        devices=(device,),
+        effective_batch_size=effective_batch_size,
+        loss=loss,
+        optimizer=optimizer,
+        budget=budget,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
+        optimizer_states=optimizer_states,
+        optimizer_implementation=optimizer_implementation,
+        micro_batch_size=micro_batch_size,
+        probe_operators=probe_operators,
+        cache_dir=cache_dir,
+    ).values()
+    if isinstance(plan, NoFeasiblePlanError):
+        raise plan
+    return plan
+
+
+def make_plans(
+    module: nn.Module,
+    batch: Any,
+    *,
+    devices: Sequence[str],
+    effective_batch_size: int,
+    loss: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = None,
+    budget: int | str = "auto",
+    precision: Precision | str = "auto",
+    activation_checkpointing: str | Sequence[str] = "auto",
+    optimizer_states: str = "auto",
+    optimizer_implementation: str = "auto",
+    micro_batch_size: int | None = None,
+    probe_operators: bool = True,
+    cache_dir: Path | None = None,
+) -> dict[str, Plan | NoFeasiblePlanError]:
+    """Search for the plan of an effective batch on each of several devices.
+
+    The plans are those of :func:`make_plan`. What does not depend on the device is traced and replayed once, so that
+    the second GPU of a kind takes a fraction of the first one's time.
+
+    Args:
+        module: as in :func:`make_plan`, and so are the other arguments that are not named here.
+        batch: one collated batch as the loader gives it; ``effective_batch_size`` is a multiple of its samples.
+        devices: each as ``device`` of :func:`make_plan`.
+        effective_batch_size: samples per optimizer step.
+        loss: ``loss(module, batch) -> scalar``; replaces ``training_step``.
+        optimizer: ``optimizer(parameters) -> Optimizer``; replaces ``configure_optimizers``.
+        budget: bytes of the torch allocator on each device, text such as ``"700MiB"``, or ``"auto"``.
+        precision: in Lightning's words, or ``"auto"``.
+        activation_checkpointing: ``"auto"``, ``"none"``, ``"blocks"``, or patterns of module names.
+        optimizer_states: ``"auto"``, ``"as-configured"`` or ``"8bit"``.
+        optimizer_implementation: ``"auto"``, ``"as-configured"``, ``"single-tensor"``, ``"foreach"`` or ``"fused"``.
+        micro_batch_size: samples of the largest slice; ``None`` leaves the choice to the search.
+        probe_operators: on the host, run each distinct operator once, for its hidden temporaries.
+        cache_dir: keeps what probing found, and the measured rates of the host.
+
+    Returns:
+        By device: its plan, or the error that says why nothing fits there.
+
+    Raises:
+        ConfigurationError: if a setting cannot be used.
+    """
     request = PlanRequest(
         effective_batch_size=effective_batch_size,
         budget=None if budget == "auto" else parse_bytes(budget, setting="budget"),
@@ -185,6 +250,30 @@ def make_plan(
         optimizer_implementation=optimizer_implementation,  # type: ignore[arg-type]
         micro_batch_size=micro_batch_size,
     )
+    whole = _undivided(batch, effective_batch_size)
+    specs = {device: detect_device(device) for device in devices}
+    found: dict[str, Plan | NoFeasiblePlanError] = {}
+    forecaster: Forecaster | None = None
+    for device, spec in specs.items():
+        with _prober(spec, probe_operators, cache_dir) as prober:
+            rates = rates_of(spec, cache_dir=cache_dir)
+            if forecaster is None:
+                forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, rates=rates, device=spec)
+            else:
+                forecaster = forecaster.for_device(target_of(spec), prober=prober, rates=rates)
+            try:
+                found[device] = _plan_of(module, batch, request, whole, forecaster, spec)
+            except NoFeasiblePlanError as error:
+                found[device] = error
+    return found
+
+
+def _undivided(batch: Any, effective_batch_size: int) -> BatchSplit:
+    """An effective batch of whole Lightning batches.
+
+    Raises:
+        ConfigurationError: if it is not a multiple of the batch.
+    """
     samples = batch_size_of(batch)
     if effective_batch_size % samples:
         raise ConfigurationError(
@@ -192,37 +281,38 @@ def make_plan(
             f"Nearest: {effective_batch_size // samples * samples or samples} and "
             f"{(effective_batch_size // samples + 1) * samples}."
         )
-    spec = detect_device(device)
-    whole = BatchSplit(
+    return BatchSplit(
         effective_batch_size=effective_batch_size,
         loader_batch_size=samples,
         accumulate_grad_batches=effective_batch_size // samples,
         slice_sizes=(samples,),
     )
-    with _prober(spec, probe_operators, cache_dir) as prober:
-        rates = rates_of(spec, cache_dir=cache_dir)
-        forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, rates=rates, device=spec)
-        found = search_plan(
-            request,
-            spec,
-            form_budget(spec, request, resident_bytes=resident_bytes(module, batch)),
-            _space(module, request, whole, forecaster, spec),
-            forecaster,
-            estimate=forecaster.estimate,
-        )
-        fingerprint = fingerprint_of(
-            module,
-            batch,
-            device=spec,
-            request=request,
-            optimizer=forecaster.optimizer_words,
-            loader_batch_size=samples,
-            accumulate_grad_batches=whole.accumulate_grad_batches,
-        )
-        notes = found.plan.notes
-        if found.plan.split.num_slices > 1:
-            notes += ("slices were not compared with the undivided batch; MemFit compares them before it trains",)
-        return dataclasses.replace(found.plan, fingerprint=fingerprint, notes=notes)
+
+
+def _plan_of(
+    module: nn.Module, batch: Any, request: PlanRequest, whole: BatchSplit, forecaster: Forecaster, spec: DeviceSpec
+) -> Plan:
+    found = search_plan(
+        request,
+        spec,
+        form_budget(spec, request, resident_bytes=resident_bytes(module, batch)),
+        _space(module, request, whole, forecaster, spec),
+        forecaster,
+        estimate=forecaster.estimate,
+    )
+    fingerprint = fingerprint_of(
+        module,
+        batch,
+        device=spec,
+        request=request,
+        optimizer=forecaster.optimizer_words,
+        loader_batch_size=whole.loader_batch_size,
+        accumulate_grad_batches=whole.accumulate_grad_batches,
+    )
+    notes = found.plan.notes
+    if found.plan.split.num_slices > 1:
+        notes += ("slices were not compared with the undivided batch; MemFit compares them before it trains",)
+    return dataclasses.replace(found.plan, fingerprint=fingerprint, notes=notes)
 
 
 def resident_bytes(module: nn.Module, batch: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,12 @@ from lightning_memfit.errors import BatchStructureError, TraceError
 from lightning_memfit.plan import BatchSplit, Candidate, Precision, balanced_slices
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
 from lightning_memfit.predict.variants import StepVariants, Variant
+from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import Prober
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.recording import record_window
 from lightning_memfit.trace.step_program import StepProgram
+from lightning_memfit.trace.step_record import StepRecord
 from lightning_memfit.trace.timeline import GradientLayout
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ class Recorded(NamedTuple):
     """Qualified names of the modules that the program itself recomputes."""
     seconds: VariantSeconds | None
     """Tells how long variants take; ``None`` where no rates are known."""
+    key: Hashable
+    """Equal for records of equal steps in which the same was found inside operators."""
 
 
 class RecordedSteps:
@@ -103,6 +107,7 @@ class RecordedSteps:
         prober: finds the operators' hidden temporaries; ``None`` leaves them out.
         blocks: qualified names of the modules that may be recomputed.
         rates: how fast the device is; ``None`` leaves times out.
+        shared: what was recorded of this batch, also for other devices; nothing by default.
     """
 
     def __init__(
@@ -111,15 +116,21 @@ class RecordedSteps:
         prober: Prober | None,
         blocks: Sequence[str],
         rates: DeviceRates | None = None,
+        shared: SharedWork | None = None,
     ) -> None:
         self._given, self._prober, self._rates = given, prober, rates
         self._blocks = tuple(blocks)
+        self._shared = SharedWork() if shared is None else shared
         self._known: dict[tuple[Precision, tuple[int, ...], bool], Recorded | str] = {}
         self._on_their_own: set[tuple[Precision, tuple[int, ...]]] = set()
 
     def for_batch(self, given: GivenBatch) -> RecordedSteps:
         """The same for another batch, nothing recorded yet."""
         return RecordedSteps(given, self._prober, self._blocks, self._rates)
+
+    def for_device(self, prober: Prober | None, rates: DeviceRates | None) -> RecordedSteps:
+        """The same for another device; what was recorded under equal rules is shared."""
+        return RecordedSteps(self._given, prober, self._blocks, rates, self._shared)
 
     def variant_of(self, candidate: Candidate) -> Variant:
         """The candidate in terms of slices.
@@ -190,34 +201,40 @@ class RecordedSteps:
     ) -> Recorded | str:
         key = precision, sizes, without_caches
         if key not in self._known:
-            try:
-                self._known[key] = self._recorded_now(sizes, program, floating, without_caches)
-            except (TraceError, BatchStructureError) as error:
-                self._known[key] = str(error)
+            by = "record", program.rules, self._blocks, self._prober is not None, *key
+            record = self._shared.once(by, lambda: self._traced(sizes, program, floating, without_caches))
+            self._known[key] = record if isinstance(record, str) else self._ready(record, by)
         return self._known[key]
 
-    def _recorded_now(
+    def _traced(
         self, sizes: tuple[int, ...], program: StepProgram, floating: torch.dtype | None, without_caches: bool
-    ) -> Recorded:
-        with ExitStack() as levers:
-            if without_caches:
-                levers.callback(switch_models(program.module, self._blocks))
-            record = record_window(
-                program,
-                self._given.batch,
-                slices_of=lambda batch: [self._given.slice_of(batch, size) for size in sizes],
-                samples=sizes,
-                blocks=self._blocks,
-                without_caches=without_caches,
-                resident_batches=self._given.resident_batches,
-                waiting_batch=self._given.waiting_batch,
-                collect_signatures=self._prober is not None,
-                floating=floating,
-            )
+    ) -> StepRecord | str:
+        """The record, or why there is none."""
+        try:
+            with ExitStack() as levers:
+                if without_caches:
+                    levers.callback(switch_models(program.module, self._blocks))
+                return record_window(
+                    program,
+                    self._given.batch,
+                    slices_of=lambda batch: [self._given.slice_of(batch, size) for size in sizes],
+                    samples=sizes,
+                    blocks=self._blocks,
+                    without_caches=without_caches,
+                    resident_batches=self._given.resident_batches,
+                    waiting_batch=self._given.waiting_batch,
+                    collect_signatures=self._prober is not None,
+                    floating=floating,
+                )
+        except (TraceError, BatchStructureError) as error:
+            return str(error)
+
+    def _ready(self, record: StepRecord, by: Hashable) -> Recorded:
         probes = Probes(results={}) if self._prober is None else self._prober.probe(record.signatures)
-        variants = StepVariants(record, probes.results)
+        key = "variants", by, probes_key(probes.results)
+        variants = self._shared.once(key, lambda: StepVariants(record, probes.results))
         notes = (*record.notes, *probes.notes)
-        return Recorded(variants, record.layouts, notes, record.recomputed, self._seconds_of(variants))
+        return Recorded(variants, record.layouts, notes, record.recomputed, self._seconds_of(variants), key)
 
     def _seconds_of(self, variants: StepVariants) -> VariantSeconds | None:
         if self._rates is None:

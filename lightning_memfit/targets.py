@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,10 +15,17 @@ from lightning_memfit.predict.cuda_memory import predict_cuda_memory, rounded_by
 from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, hidden_bytes, library_workspaces
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.cpu_rules import CpuRules
+from lightning_memfit.trace.cuda_attention import alike_in_attention
 from lightning_memfit.trace.cuda_rules import CudaRules
 from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.timeline import Operation, ProbeResult, Signature, Timeline
+
+_PRODUCTS: tuple[tuple[str, Phase], ...] = (("aten.mm.default", "forward"), ("aten.mm.default", "backward"))
+_PRODUCTS_WITH_BIAS: tuple[tuple[str, Phase], ...] = (
+    ("aten.addmm.default", "forward"),
+    ("aten.addmm.default", "backward"),
+)
 
 
 class Prober(Protocol):
@@ -39,6 +46,10 @@ class Target(Protocol):
     def kept_bytes(self) -> int:
         """Bytes of the allocator that libraries keep beside the step."""
 
+    @property
+    def counts_like(self) -> Hashable:
+        """Equal for targets that count the memory of one timeline alike, the same hidden in its operators."""
+
     def memory(
         self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
     ) -> MemoryBreakdown:
@@ -51,6 +62,7 @@ class HostTarget:
 
     rules: DeviceRules = field(default_factory=CpuRules)
     kept_bytes: int = 0
+    counts_like: Hashable = "host"
 
     def memory(
         self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
@@ -70,14 +82,18 @@ class CudaTarget:
 
     @property
     def rules(self) -> DeviceRules:
-        """CUDA's, on fakes of the CPU."""
-        return CudaRules(compute_capability=self.architecture.compute_capability)
+        """CUDA's, on fakes of the CPU; equal for GPUs whose attention is computed alike."""
+        return CudaRules(compute_capability=alike_in_attention(self.architecture.compute_capability))
 
     @property
     def kept_bytes(self) -> int:
         """Workspaces of a step that multiplies matrices in its forward and in its backward."""
-        products: tuple[tuple[str, Phase], ...] = (("aten.mm.default", "forward"), ("aten.mm.default", "backward"))
-        return sum(rounded_bytes(each.high_bytes) for each in library_workspaces(products, self.architecture))
+        return sum(rounded_bytes(each.high_bytes) for each in library_workspaces(_PRODUCTS, self.architecture))
+
+    @property
+    def counts_like(self) -> Hashable:
+        """The allocator, and the workspaces of libraries; a timeline decides which of them it needs."""
+        return self.settings, library_workspaces((*_PRODUCTS, *_PRODUCTS_WITH_BIAS), self.architecture)
 
     def memory(
         self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False

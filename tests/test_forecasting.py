@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, TraceError
 from lightning_memfit.forecaster import Forecaster, autocast_context, checkpointed
-from lightning_memfit.forecasting import forecast, make_plan, resident_bytes, trace_step
+from lightning_memfit.forecasting import forecast, make_plan, make_plans, resident_bytes, trace_step
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import BatchSplit, Candidate, Plan, balanced_slices
@@ -331,3 +332,60 @@ def test_the_users_own_switch_stays_on_where_nothing_is_to_be_recomputed_by_memf
 def test_a_forecast_with_blocks_recomputes_nothing_twice() -> None:
     asked = forecast(Recomputing(), batch_of(16), activation_checkpointing="blocks", probe_operators=False)
     assert asked == forecast(Recomputing(), batch_of(16), probe_operators=False)
+
+
+class Attentive(Lit):
+    """Half-precision attention, which GPUs compute by different kernels."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        heads = self.blocks[0](batch["x"]).unflatten(-1, (4, 1, 16))
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        hidden = self.blocks[2](self.blocks[1](mixed.flatten(1)))
+        return nn.functional.cross_entropy(self.head(hidden), batch["y"])
+
+
+GPUS = ("t4", "a100-40gb", "a100-80gb")
+
+
+def test_plans_of_several_devices_are_those_of_each() -> None:
+    options: Any = {"effective_batch_size": 512, "budget": "9MiB", "optimizer_implementation": "as-configured"}
+    options["probe_operators"] = False
+    plans = make_plans(Attentive(), batch_of(512), devices=GPUS, **options)
+    assert tuple(plans) == GPUS
+    for device, plan in plans.items():
+        try:
+            alone: Any = make_plan(Attentive(), batch_of(512), device=device, **options)
+        except NoFeasiblePlanError as error:
+            assert isinstance(plan, NoFeasiblePlanError)
+            assert (str(plan), plan.best_peak_bytes) == (str(error), error.best_peak_bytes)
+            continue
+        assert isinstance(plan, Plan)
+        assert plan == alone
+
+
+def test_gpus_that_compute_alike_share_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[str] = []
+    for name, where in (("record_window", "recorded_steps"), ("trace_optimizer_step", "forecaster")):
+        place = f"lightning_memfit.{where}.{name}"
+        real = getattr(importlib.import_module(f"lightning_memfit.{where}"), name)
+        monkeypatch.setattr(place, lambda *a, name=name, real=real, **k: traced.append(name) or real(*a, **k))
+    options: Any = {
+        "effective_batch_size": 512, "optimizer_implementation": "as-configured", "probe_operators": False
+    }  # fmt: skip
+    make_plans(Attentive(), batch_of(512), devices=["a100-40gb"], **options)
+    alone, traced[:] = list(traced), []
+    make_plans(Attentive(), batch_of(512), devices=["a100-40gb", "a100-80gb", "mi300x"], **options)
+    assert traced == alone
+    traced.clear()
+    make_plans(Attentive(), batch_of(512), devices=["a100-40gb", "rtx-3090"], **options)
+    # Two precisions recorded under other rules; the optimizer steps alike.
+    assert traced.count("record_window") == 2 * alone.count("record_window")
+    assert traced.count("trace_optimizer_step") == alone.count("trace_optimizer_step")
+
+
+def test_an_impossible_budget_is_the_answer_of_its_device_alone() -> None:
+    plans = make_plans(
+        Attentive(), batch_of(8), devices=["a100-40gb", "t4"], effective_batch_size=8, budget="100KiB",
+        probe_operators=False,
+    )  # fmt: skip
+    assert all(isinstance(plan, NoFeasiblePlanError) for plan in plans.values())

@@ -122,7 +122,9 @@ def replay(
     )
 
 
-def minimum_feasible_bytes(requests: Sequence[Request], settings: AllocatorSettings | None = None) -> int:
+def minimum_feasible_bytes(
+    requests: Sequence[Request], settings: AllocatorSettings | None = None, *, unlimited: Replayed | None = None
+) -> int:
     """The least limit found under which the requests survive, in the allocator's granularity.
 
     Bisection between the most bytes in use, which no limit below can hold, and the reserved bytes without a limit,
@@ -130,11 +132,16 @@ def minimum_feasible_bytes(requests: Sequence[Request], settings: AllocatorSetti
     what is in use). Survival need not grow with the limit, as more room changes which blocks are split: a smaller limit
     may survive, and a larger one below the unlimited peak may fail.
 
+    Args:
+        requests: allocations and releases, in the order of the stream.
+        settings: the allocator's options; torch's defaults if left out.
+        unlimited: what :func:`replay` said of them without a limit; replayed if left out.
+
     Raises:
         ValueError: as :func:`replay`.
     """
     settings = settings or AllocatorSettings()
-    unlimited = replay(requests, settings)
+    unlimited = replay(requests, settings) if unlimited is None else unlimited
     granule = math.gcd(SMALL_SEGMENT_BYTES, settings.large_segment_bytes)
     fails = -(-unlimited.peak_allocated_bytes // granule) - 1
     survives = unlimited.peak_reserved_bytes // granule

@@ -50,10 +50,11 @@ def predict_cuda_memory(
         zero_gradients_early=zero_gradients_early,
     )
     requests = requests_of(timeline, probes, zero_gradients_early=zero_gradients_early, workspaces=workspaces)
+    unlimited = replay(requests, settings)
     return replace(
         allocated,
-        peak_reserved_bytes=replay(requests, settings).peak_reserved_bytes,
-        minimum_feasible_bytes=minimum_feasible_bytes(requests, settings),
+        peak_reserved_bytes=unlimited.peak_reserved_bytes,
+        minimum_feasible_bytes=minimum_feasible_bytes(requests, settings, unlimited=unlimited),
     )
 
 

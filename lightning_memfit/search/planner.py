@@ -229,10 +229,20 @@ class _Search:
             # More than what was missed before, with which it would not have been tried.
             self.added[setting] = exact.predicted_peak_bytes - estimated.predicted_peak_bytes
             if retries[setting] <= _MOST_RETRIES:
-                again = self.fewest_slices(setting)
+                again = self.fewest_slices(setting) or self._smallest_untried(setting)
                 if again is not None and again is not exact:
                     ranked = sorted([*ranked, again], key=self.score)
         return sorted(finalists, key=self.score)
+
+    def _smallest_untried(self, setting: Setting) -> Forecast | None:
+        """The smallest slices of a setting, where they are estimated to fit and were not confirmed.
+
+        What the estimate of a large slice missed, a small one need not miss: on a GPU it is what lies between blocks.
+        """
+        most = self.space.num_slices[-1]
+        moments = (False, True) if self.space.gradients_reason is None else (False,)
+        untried = [self.forecast(setting, most, early=early) for early in moments]
+        return next((each for each in untried if not each.confirmed and self.fits(each)), None)
 
     def _is_slower(self, forecast: Forecast, fastest: Forecast) -> bool:
         if forecast.predicted_step_seconds is None or fastest.predicted_step_seconds is None:

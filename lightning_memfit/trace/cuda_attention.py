@@ -63,9 +63,28 @@ def chosen_backend(call: AttentionCall, capability: tuple[int, int]) -> Backend:
     return next((backend for backend in order if allowed[backend]), "math")
 
 
+def alike_in_attention(capability: tuple[int, int]) -> tuple[int, int]:
+    """A compute capability of those with which :func:`chosen_backend` answers every call as with the given one.
+
+    >>> [alike_in_attention(each) for each in ((7, 5), (8, 0), (8, 9), (12, 0), (10, 0))]
+    [(7, 0), (8, 0), (8, 6), (8, 6), (9, 0)]
+    """
+    if not (5, 0) <= capability <= (12, 1):
+        return (13, 0)  # no kernel but the plain one
+    if capability < (8, 0):
+        return (7, 0) if capability[0] == 7 else (5, 0)
+    if _has_small_shared_memory(capability):
+        return (8, 6)
+    return (9, 0) if capability[0] in (9, 10) else (8, 0)
+
+
+def _has_small_shared_memory(capability: tuple[int, int]) -> bool:
+    return (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+
+
 def _can_flash(call: AttentionCall, capability: tuple[int, int]) -> bool:
     head = call.query.size(-1)
-    consumer = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    consumer = _has_small_shared_memory(capability)
     return (
         (8, 0) <= capability <= (12, 1)
         and _is_four_dimensional(call)

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from lightning_memfit.trace.overrides import overridden
 
@@ -130,7 +129,12 @@ def _call(operator: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if _is_eligible(t) and t.dtype is not dtype else t, value)
+    """A tensor, or the tensors of a list, in a dtype; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype is not dtype and _is_eligible(value) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_cast(dtype, each) for each in value])
+    return value
 
 
 def _lower_precision(operator: Any) -> _Kernel:

@@ -539,3 +539,15 @@ def test_what_a_plan_made_unneeded_is_looked_at_where_that_plan_does_not_fit_aft
     )
     assert found.plan.candidate.checkpointed_modules
     assert found.plan.forecast.predicted_peak_bytes == 990
+
+
+def test_a_finer_slice_is_tried_where_what_the_coarse_one_missed_is_more_than_the_fine_one_misses() -> None:
+    def missed(candidate: Candidate) -> int:
+        return 50 if candidate.split.micro_batch_size >= 8 else 5
+
+    # The budget is 100. 8 samples are estimated at 98 and need 148; with 50 added even one sample is at 141, but it is
+    # estimated at 91 and needs 96.
+    estimated = lambda candidate: 90 + candidate.split.micro_batch_size  # noqa: E731
+    found, evaluate = nearly_found(100, estimated, lambda candidate: estimated(candidate) + missed(candidate))
+    assert [candidate.split.micro_batch_size for candidate in evaluate.asked] == [8, 1]
+    assert found.plan.forecast.predicted_peak_bytes == 96

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_memfit.trace.cuda_attention import AttentionCall, attention, chosen_backend
+from lightning_memfit.trace.cuda_attention import AttentionCall, alike_in_attention, attention, chosen_backend
 
 T4, A100, RTX_3090, H100, B200, RTX_5090 = (7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)
 
@@ -89,3 +90,20 @@ def test_a_mask_whose_rows_are_not_aligned_is_padded() -> None:
     assert aligned is not None
     assert aligned.shape == (1, 2, 100, 100)
     assert aligned.stride() == (100 * 112, 0, 112, 1)
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [(3, 5), (5, 2), (6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0),
+     (12, 0), (12, 1), (13, 0)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpus_that_count_as_alike_choose_the_same_kernel(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    alike = alike_in_attention(capability)
+    for head, queries, dropout, grouped in itertools.product((1, 12, 64, 200, 256), (1, 7), (0.0, 0.1), (False, True)):
+        query = torch.empty(2, 4, queries, head, dtype=dtype, device="meta", requires_grad=True)
+        key = torch.empty(2, 2 if grouped else 4, 7, head, dtype=dtype, device="meta")
+        call = AttentionCall(
+            query=query, key=key, value=key, mask=None, dropout=dropout, is_causal=False, enable_gqa=grouped
+        )
+        assert chosen_backend(call, alike) == chosen_backend(call, capability)
