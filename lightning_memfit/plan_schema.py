@@ -64,8 +64,8 @@ _ADDED_LATER: Mapping[type, frozenset[str]] = {
     DeviceSpec: frozenset(
         {
             "key", "is_present", "uuid", "compute_capability", "multiprocessors", "total_bytes", "context_low_bytes",
-            "context_high_bytes", "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills", "unified_memory",
-            "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
+            "context_high_bytes", "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills",
+            "unified_memory", "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
         }
     ),
 }  # fmt: skip

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import psutil
 import torch
 
 from lightning_memfit.errors import UnsupportedError
@@ -324,6 +323,10 @@ class _RssSampler:
 
 def _resident_set() -> int | None:
     """Resident set size of this process in bytes; ``None`` where the system does not tell."""
+    try:
+        import psutil  # here, so that forecasts do without it
+    except ImportError:
+        return None
     try:
         return int(psutil.Process().memory_info().rss)
     except (psutil.Error, OSError):
