@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu_check.gauges import Gauge
-from benchmarks.gpu_check.workloads import Size, models_of
+from benchmarks.gpu_check.workloads import MODELS, Size, models_of
 from benchmarks.zoo_models.workload import Workload
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.apply.optimizer_levers import with_levers
@@ -70,16 +70,19 @@ def settings_of(*, has_8bit: bool) -> list[Setting]:
 def all_cases(size: Size, names: list[str], *, has_8bit: bool) -> Iterator[Case]:
     """Every model at the first setting, then every model at the second: time that is cut short costs settings.
 
-    Of the small ones each is checked at one setting.
+    The larger, published ones come after three settings of the others. Small ones are checked at one setting each.
     """
     if size == "small":
         for place, name in enumerate(names):
             precision, checkpointing, stepping = settings_of(has_8bit=False)[place % 3]
             yield Case(model=name, size=size, precision=precision, checkpointing=checkpointing, stepping=stepping)
         return
-    for precision, checkpointing, stepping in settings_of(has_8bit=has_8bit):
-        for name in names:
-            yield Case(model=name, size=size, precision=precision, checkpointing=checkpointing, stepping=stepping)
+    settings = settings_of(has_8bit=has_8bit)
+    own, larger = [name for name in names if name in MODELS], [name for name in names if name not in MODELS]
+    for group, chosen in ((own, settings[:3]), (larger, settings[:2]), (own, settings[3:]), (larger, settings[2:])):
+        for precision, checkpointing, stepping in chosen:
+            for name in group:
+                yield Case(model=name, size=size, precision=precision, checkpointing=checkpointing, stepping=stepping)
 
 
 @cache

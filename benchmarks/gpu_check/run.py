@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check import boundaries, machine, operators, traces
+from benchmarks.gpu_check import boundaries, fits, machine, operators, traces
 from benchmarks.gpu_check.cases import Case, all_cases, measured, predicted, triple
 from benchmarks.gpu_check.gauges import CudaGauge, Gauge, gauge_of
 from benchmarks.gpu_check.workloads import Size, models_of
@@ -102,9 +102,10 @@ class Check:
             Section(name="workspaces", share=0.05, rows=lambda: self._workspaces(gauge)),
             Section(name="attention", share=0.05, rows=lambda: self._attention(gauge) if on_gpu else []),
             Section(name="operators", share=0.1, rows=lambda: self._operators(gauge)),
-            Section(name="cases", share=0.4, rows=lambda: self._cases(gauge, names)),
+            Section(name="cases", share=0.5, rows=lambda: self._cases(gauge, names)),
             Section(name="boundaries", share=0.2, rows=lambda: self._boundaries(gauge, names)),
             Section(name="budgets", share=0.2, rows=lambda: self._budgets(gauge, names)),
+            Section(name="fits", share=0.15, rows=lambda: self._fits(gauge, names)),
             Section(name="traces", share=0.2, rows=self._traces),
             Section(name="rates", share=0.1, rows=lambda: machine.rates(gauge, full=on_gpu)),
         ]
@@ -146,6 +147,17 @@ class Check:
         for name in wanted[: None if self.device == "cuda" else 1]:
             case = Case(model=name, size=self.size, precision="bf16-mixed", checkpointing="none", stepping="foreach")
             yield from boundaries.budgets_of(case, self._forecast_for, gauge, budgets)
+
+    def _fits(self, gauge: Gauge, names: list[str]) -> Iterator[dict[str, Any]]:
+        """On a GPU under a budget that the whole batch does not fit, and one that it does."""
+        for name in [name for name in ("gpt", "vit", "resnet") if name in names] or names[:1]:
+            case = Case(model=name, size=self.size, precision="32-true", checkpointing="none", stepping="foreach")
+            needs = boundaries.least_enough(predicted(case, self._forecast_for))
+            for share in (0.7, 1.2) if self.device == "cuda" else (1.2,):
+                gauge.clean()
+                yield fits.fit_with_memfit(case, self.device, int(share * needs))
+            if self.device != "cuda":
+                return
 
     def _operators(self, gauge: Gauge) -> Rows:
         return operators.hidden_temporaries(gauge, self._architecture, operators.programs(self.device == "cuda"))

@@ -44,6 +44,16 @@ class Meter(Protocol):
         ...
 
     @property
+    def peak_reserved_bytes(self) -> int | None:
+        """Most bytes that a caching allocator held; ``None`` on a host."""
+        ...
+
+    @property
+    def device_total_bytes(self) -> int | None:
+        """What the driver called used on the device at the end; ``None`` on a host."""
+        ...
+
+    @property
     def costliest_ops(self) -> tuple[OperatorCost, ...]:
         """The operators that took the most time."""
         ...
@@ -125,6 +135,9 @@ class AllocationMeter:
 
     Ignores: memory that does not come from torch's CPU allocator (NumPy arrays, mapped files, oneDNN's own buffers).
     """
+
+    peak_reserved_bytes: int | None = None
+    device_total_bytes: int | None = None
 
     def __init__(self, resident_bytes: int) -> None:
         self.resident_bytes = resident_bytes

@@ -112,9 +112,9 @@ def test_a_section_stops_after_its_share_of_the_time(tmp_path: Path, monkeypatch
 def test_twelve_models_are_checked_and_each_once_before_any_twice() -> None:
     assert len(MODELS) == 12
     names = list(models_of("full"))
-    labels = [case.model for case in all_cases("full", names, has_8bit=True)]
-    assert labels[: len(names)] == names
-    assert len(labels) == 6 * len(names)  # six settings with bitsandbytes
+    cases = list(all_cases("full", names, has_8bit=True))
+    assert [case.model for case in cases[:12]] == list(MODELS)
+    assert len({case.label for case in cases}) == len(cases) == 6 * len(names)  # six settings with bitsandbytes
 
 
 def test_the_reference_of_traces_goes_through_every_setting_of_a_model() -> None:
