@@ -24,6 +24,7 @@ from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
 from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
 from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.gpu_probe import GpuProbe, probe_present, probed_rates, with_probe
 from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
@@ -80,6 +81,8 @@ class Preparation:
     """Another batch, of fewer bytes but more per sample, that may need more."""
     device: DeviceSpec
     """Where the fit runs."""
+    probe: GpuProbe | None = None
+    """What was measured of it where it is a GPU; ``None`` for a host."""
     budget: Budget
     """What it may use."""
     forecaster: RunForecaster
@@ -186,6 +189,7 @@ class Preparation:
         if self.device.kind == "cpu":
             return self
         device = detect_again(self.device)
+        device = device if self.probe is None else with_probe(device, self.probe)
         kept = resident_bytes(self.module, self.batch) + self.forecaster.callback_bytes
         return replace(self, device=device, budget=form_budget(device, self.request, resident_bytes=kept))
 
@@ -295,8 +299,13 @@ def prepare(
         weight_of(first_arrived, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
     scanned = _planned_batch(first, request, loader, loader_plan, worst_batch)
     batch, arrived = scanned.batch, arrived_batch(trainer, module, scanned.batch)
-    device = detect_device(str(trainer.strategy.root_device))
-    rates = measure_rates(cache_dir=cache_dir) if device.kind == "cpu" else rates_of(device)
+    device, probe = detect_device(str(trainer.strategy.root_device)), None
+    rates: DeviceRates | None
+    if device.kind == "cpu":
+        rates = measure_rates(cache_dir=cache_dir)
+    else:
+        probe = probe_present(device, cache_dir=cache_dir)
+        device, rates = with_probe(device, probe), probed_rates(probe) or rates_of(device)
     kept = callback_bytes(trainer, module)
     # On a GPU there is one: the others wait on the host.
     resident_batches = _resident_batches(loader, scanned) if device.kind == "cpu" else 1
@@ -312,6 +321,7 @@ def prepare(
         planned_batch=scanned.describe(),
         rival=scanned.rival,
         device=device,
+        probe=probe,
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch) + kept),
         forecaster=forecaster_of(
             trainer,

@@ -22,6 +22,7 @@ from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.hardware.catalog import catalog_device
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.gpu_probe import GpuProbe
 from lightning_memfit.observe.meter import AllocationMeter
 from lightning_memfit.plan import BatchSplit, Candidate, PlanRequest
 from lightning_memfit.preconditions import check_trainer
@@ -154,6 +155,21 @@ def test_the_budget_is_formed_again_of_what_a_neighbour_left(monkeypatch: pytest
     # Headroom is 5 % of the capacity: 5 GiB less capacity are 4.75 GiB less budget, but for a rounded byte.
     assert first.budget.budget_bytes - again.budget.budget_bytes == pytest.approx(4.75 * GIB, abs=1)
     assert again.device.capacity_bytes == A100.capacity_bytes - 5 * GIB
+
+
+def test_a_measured_context_counts_again_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "detect_again", lambda device: A100)
+    probe = GpuProbe(
+        gpu="GPU-1",
+        driver="580.1",
+        torch_version="2.13",
+        context_bytes=300_000_000,
+        workspace_bytes=None,
+        flops={},
+        bandwidth_bytes_per_second=None,
+    )
+    again = replace(prepared(A100), probe=probe).looked_at_again()
+    assert again.budget.non_torch_bytes == 300_000_000
 
 
 def test_a_host_is_not_looked_at_again() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import platform
-import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ import torch
 from benchmarks.gpu_check.gauges import Gauge
 from lightning_memfit import __version__
 from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.hardware.torch_driver import TorchDriver
 
 _LIBRARIES = ("lightning", "pytorch-lightning", "numpy", "bitsandbytes", "transformers", "nvidia-ml-py", "rich")
 
@@ -43,7 +41,7 @@ def described(device: str) -> dict[str, Any]:
         "total_bytes": int(properties.total_memory),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": _driver(),
+        "driver": TorchDriver().driver_version(),
     }
 
 
@@ -132,15 +130,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    """The driver's version; ``None`` where the system does not tell (anything but Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return None if found is None else found.group(1)

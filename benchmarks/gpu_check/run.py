@@ -8,7 +8,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from benchmarks.gpu_check import boundaries, fits, machine, operators, traces
 from benchmarks.gpu_check.cases import Case, all_cases, measured, predicted, triple
 from benchmarks.gpu_check.gauges import CudaGauge, Gauge, gauge_of
 from benchmarks.gpu_check.workloads import Size, models_of
+from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.hardware.gpu_probe import probe_present
 from lightning_memfit.predict.cuda_temporaries import CudaArchitecture
 
 FORMAT = 1
@@ -99,6 +101,7 @@ class Check:
         return [
             Section(name="context", share=0.05, rows=lambda: [machine.context(gauge)]),
             Section(name="device", share=0.05, rows=lambda: [machine.spec(self.device)]),
+            Section(name="probe", share=0.05, rows=self._probe if on_gpu else list),
             Section(name="workspaces", share=0.05, rows=lambda: self._workspaces(gauge)),
             Section(name="attention", share=0.05, rows=lambda: self._attention(gauge) if on_gpu else []),
             Section(name="operators", share=0.1, rows=lambda: self._operators(gauge)),
@@ -161,6 +164,12 @@ class Check:
 
     def _operators(self, gauge: Gauge) -> Rows:
         return operators.hidden_temporaries(gauge, self._architecture, operators.programs(self.device == "cuda"))
+
+    def _probe(self) -> Rows:
+        """The package's own probe, measured anew, and how long it takes."""
+        begin = time.monotonic()
+        probe = probe_present(detect_device("cuda:0"), cache_dir=None)
+        return [{**asdict(probe), "seconds": time.monotonic() - begin}]
 
     def _workspaces(self, gauge: Gauge) -> Rows:
         return [operators.kept_workspaces(gauge, self._architecture)]

@@ -22,10 +22,11 @@ import torch
 from filelock import FileLock
 
 from lightning_memfit.errors import is_out_of_memory
-from lightning_memfit.hardware.detect_cuda import Driver
+from lightning_memfit.hardware.detect_cuda import Driver, index_of
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.hardware.roofline import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK_FLOPS, roofline_rates
+from lightning_memfit.hardware.torch_driver import TorchDriver
 
 PROBE_VERSION = 1
 """Of what is kept."""
@@ -107,6 +108,26 @@ def probe_gpu(
         with suppress(OSError):  # a folder that cannot be written costs a second of measuring, nothing else
             _write(path, measured)
     return measured
+
+
+def probe_present(device: DeviceSpec, *, cache_dir: Path | None, driver: TorchDriver | None = None) -> GpuProbe:
+    """Probe a GPU of this machine; what the probe took of its memory is given back.
+
+    Args:
+        device: the GPU, as it was detected.
+        cache_dir: keeps what was measured.
+        driver: whom to ask about GPUs; torch and NVML if ``None``.
+
+    Raises:
+        ConfigurationError: if the GPU is gone.
+    """
+    driver = TorchDriver() if driver is None else driver
+    index = driver.current_index() if device.uuid is None else index_of(device.uuid, driver=driver)
+    gpu = TorchGpu(index, driver=driver, uuid=device.uuid)
+    try:
+        return probe_gpu(device, driver_version=driver.driver_version(), gpu=gpu, cache_dir=cache_dir)
+    finally:
+        torch.cuda.empty_cache()
 
 
 def with_probe(device: DeviceSpec, probe: GpuProbe) -> DeviceSpec:
