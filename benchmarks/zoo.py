@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from benchmarks.zoo_models import MODELS
 from benchmarks.zoo_models.workload import Batch, Workload
+
+try:
+    from lightning.pytorch import LightningModule
+except ImportError:
+    from pytorch_lightning import LightningModule
 
 Precision = Literal["32-true", "bf16-mixed"]
 Checkpointing = Literal["none", "blocks"]

@@ -1,4 +1,9 @@
-"""MemFit: fits training into memory under a fixed effective batch, for PyTorch Lightning."""
+"""MemFit: fits training into memory under a fixed effective batch, for PyTorch Lightning.
+
+The plugin is imported when it is first asked for: forecasts need neither Lightning nor what reports are drawn with.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_memfit._version import __version__
 from lightning_memfit.errors import (
@@ -17,8 +22,10 @@ from lightning_memfit.forecasting import forecast, make_plan, trace_step
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import Measurement, MemoryBreakdown, Plan
-from lightning_memfit.plugin import MemFit
 from lightning_memfit.trace.timeline import Timeline
+
+if TYPE_CHECKING:
+    from lightning_memfit.plugin import MemFit
 
 __all__ = [
     "BatchArithmeticError",
@@ -43,3 +50,15 @@ __all__ = [
     "make_plan",
     "trace_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MemFit":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_memfit.plugin import MemFit
+
+    return MemFit
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,6 +23,8 @@ from lightning_memfit.validate.arrived_batch import arrived_batch
 def predicted_evaluation_peak(prepared: Preparation, forecast: Forecast, validation: ScannedBatch) -> int | None:
     """Bytes of torch's allocator at the peak of the first evaluation steps; ``None`` if they cannot be traced.
 
+    Also ``None`` for a GPU, whose evaluation steps are measured alone.
+
     The optimizer's states are those of the candidate, and gradients are gone, as Lightning has it.
 
     Args:
@@ -30,6 +32,8 @@ def predicted_evaluation_peak(prepared: Preparation, forecast: Forecast, validat
         forecast: the candidate's, for its states.
         validation: the validation batch.
     """
+    if prepared.device.kind == "cuda":
+        return None
     module, candidate = prepared.module, forecast.candidate
     arrived, floating = arrived_batch(prepared.trainer, module, validation.batch).batch, floating_dtype(candidate)
     parameters = inspect.signature(module.validation_step).parameters

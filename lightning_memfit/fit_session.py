@@ -134,6 +134,10 @@ class FitSession:
         """
         planning = self._planned
         planning.announce = announce
+        now = planning.prepared.looked_at_again()
+        if now is not planning.prepared:
+            planning.prepared = now
+            self.plan = replace(self._chosen, device=now.device, budget=now.budget)
         proving = Proving(planning, self._levers, planning.prepared.validation_batch())
         plan, self.measurement = proving.prove(self._chosen, report)
         self.plan = self._rates_doubted(plan, self.measurement)
@@ -157,7 +161,12 @@ class FitSession:
     def _rates_doubted(self, plan: Plan, measurement: Measurement) -> Plan:
         """Forget rates by which the step should have taken several times as long as it did."""
         predicted, measured = plan.forecast.predicted_step_seconds, measurement.measured_step_seconds
-        if self._cache_dir is None or predicted is None or predicted <= _DISPROVED * measured:
+        if (
+            plan.device.kind == "cuda"
+            or self._cache_dir is None
+            or predicted is None
+            or predicted <= _DISPROVED * measured
+        ):
             return plan
         forget_rates(self._cache_dir)
         note = (

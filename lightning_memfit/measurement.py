@@ -78,6 +78,10 @@ class Measurement:
     """Which validation batch that step had, and how it was found, in words."""
     measured_peak_rss_bytes: int | None
     """Highest resident set size seen during the warm-up; ``None`` where the system does not tell."""
+    measured_peak_reserved_bytes: int | None = None
+    """Most bytes that the caching allocator held during the profiled training steps; ``None`` on a host."""
+    measured_device_total_bytes: int | None = None
+    """What the driver called used on the device at their end, other processes included; ``None`` on a host."""
     measured_step_seconds: float
     """Wall-clock seconds of one optimizer step: the fastest of those that were run without the profiler."""
     profiled_steps: int

@@ -68,6 +68,7 @@ _ADDED_LATER: Mapping[type, frozenset[str]] = {
             "unified_memory", "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
         }
     ),
+    Measurement: frozenset({"measured_peak_reserved_bytes", "measured_device_total_bytes"}),
 }  # fmt: skip
 
 

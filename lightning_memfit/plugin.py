@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import rich
-from lightning.pytorch.plugins.precision import Precision
 from rich.console import Console
 from rich.errors import LiveError
 from rich.markup import escape
@@ -39,6 +38,11 @@ from lightning_memfit.report.record import write_record
 from lightning_memfit.report.table import render_measurement, render_plan
 from lightning_memfit.units import parse_bytes
 from lightning_memfit.upstream import namespace_of
+
+try:
+    from lightning.pytorch.plugins.precision import Precision
+except ImportError:  # of the two packages only the other one is installed
+    from pytorch_lightning.plugins.precision import Precision  # type: ignore[assignment]
 
 OFF_VARIABLE = "MEMFIT"
 
@@ -170,7 +174,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._trainer: Any = None
         self._session: FitSession | None = None
         self._warm_up: Any = None
-        super().__init__(self._make_delegate("lightning.pytorch"))
+        super().__init__(self._make_delegate(Precision.__module__.partition(".plugins.")[0], "cpu"))
 
     def __repr__(self) -> str:
         """The settings that differ from the defaults matter to a reader of Lightning's messages; precision always."""
@@ -195,7 +199,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         trainer = getattr(module, "_trainer", None)
         self._trainer = trainer
         if trainer is not None:
-            self._use_namespace_of(trainer)
+            self._fit_delegate_to(trainer)
         module = self.delegate.convert_module(module)
         if trainer is None or not _is_fitting(trainer) or self._session is not None:
             return module
@@ -331,13 +335,15 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             # A new list: Lightning may be walking through the old one.
             trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
 
-    def _use_namespace_of(self, trainer: Any) -> None:
-        namespace = namespace_of(trainer)
-        if not type(self.delegate).__module__.startswith(namespace):
-            self.delegate = self._make_delegate(namespace)
+    def _fit_delegate_to(self, trainer: Any) -> None:
+        """Make the delegate anew where it is of the other package, or for another kind of device than the run's."""
+        namespace, device_type = namespace_of(trainer), trainer.strategy.root_device.type
+        is_of_it = type(self.delegate).__module__.startswith(namespace)
+        if not is_of_it or getattr(self.delegate, "device", device_type) != device_type:
+            self.delegate = self._make_delegate(namespace, device_type)
 
-    def _make_delegate(self, namespace: str) -> Any:
-        return make_delegate(self.request.precision or "32-true", device_type="cpu", namespace=namespace)
+    def _make_delegate(self, namespace: str, device_type: str) -> Any:
+        return make_delegate(self.request.precision or "32-true", device_type=device_type, namespace=namespace)
 
     @contextmanager
     def _status(self) -> Iterator[Announce]:

@@ -18,11 +18,13 @@ from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_va
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
 from lightning_memfit.apply.slicing import weight_of
 from lightning_memfit.batch_functions import BatchFunctions
+from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
-from lightning_memfit.forecasting import device_precisions, resident_bytes
-from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
+from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.gpu_probe import GpuProbe, probe_present, probed_rates, with_probe
 from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
@@ -79,6 +81,8 @@ class Preparation:
     """Another batch, of fewer bytes but more per sample, that may need more."""
     device: DeviceSpec
     """Where the fit runs."""
+    probe: GpuProbe | None = None
+    """What was measured of it where it is a GPU; ``None`` for a host."""
     budget: Budget
     """What it may use."""
     forecaster: RunForecaster
@@ -159,15 +163,35 @@ class Preparation:
             trainer=self.trainer,
             module=self.module,
             functions=self.functions,
-            batch=self.arrived.batch,
+            batch=self._beside_module(self.arrived.batch),
             allow_inexact_slicing=self.request.allow_inexact_slicing,
             uneven_batches=self.loader.uneven_batches,
         )
+
+    def _beside_module(self, batch: Any) -> Any:
+        """A batch where the module is: on the host until training begins, then perhaps on a GPU."""
+        parameter = next(iter(self.module.parameters()), None)
+        if parameter is None or parameter.device.type in ("cpu", "meta"):
+            return batch
+        return map_tensors(batch, lambda tensor: tensor.to(parameter.device))
 
     def loaders_in_sight(self) -> AbstractContextManager[None]:
         """Within it, the Trainer tells loaders and numbers of batches as it will once it trains."""
         batch_size = self.loader_plan.loader_batch_size if self.loader_plan.rebuilt else None
         return loaders_in_sight(self.trainer, self.loader, batch_size)
+
+    def looked_at_again(self) -> Preparation:
+        """The same with the device as it is now, such as just before a warm-up; a host stays what it was.
+
+        Raises:
+            NoFeasiblePlanError: if the device leaves nothing any more.
+        """
+        if self.device.kind == "cpu":
+            return self
+        device = detect_again(self.device)
+        device = device if self.probe is None else with_probe(device, self.probe)
+        kept = resident_bytes(self.module, self.batch) + self.forecaster.callback_bytes
+        return replace(self, device=device, budget=form_budget(device, self.request, resident_bytes=kept))
 
     def validation_batch(self) -> ScannedBatch | None:
         """The largest validation batch that was found; ``None`` if the run does not validate."""
@@ -275,10 +299,16 @@ def prepare(
         weight_of(first_arrived, loader_plan.loader_batch_size, functions.loss_weight)  # raises if it cannot be told
     scanned = _planned_batch(first, request, loader, loader_plan, worst_batch)
     batch, arrived = scanned.batch, arrived_batch(trainer, module, scanned.batch)
-    device = detect_device(str(trainer.strategy.root_device))
-    rates = measure_rates(cache_dir=cache_dir)
+    device, probe = detect_device(str(trainer.strategy.root_device)), None
+    rates: DeviceRates | None
+    if device.kind == "cpu":
+        rates = measure_rates(cache_dir=cache_dir)
+    else:
+        probe = probe_present(device, cache_dir=cache_dir)
+        device, rates = with_probe(device, probe), probed_rates(probe) or rates_of(device)
     kept = callback_bytes(trainer, module)
-    resident_batches = _resident_batches(loader, scanned)
+    # On a GPU there is one: the others wait on the host.
+    resident_batches = _resident_batches(loader, scanned) if device.kind == "cpu" else 1
     return Preparation(
         request=request,
         functions=functions,
@@ -291,6 +321,7 @@ def prepare(
         planned_batch=scanned.describe(),
         rival=scanned.rival,
         device=device,
+        probe=probe,
         budget=form_budget(device, request, resident_bytes=resident_bytes(module, batch) + kept),
         forecaster=forecaster_of(
             trainer,
@@ -302,10 +333,17 @@ def prepare(
             waiting_batch=batch,
             rates=rates,
             callback_bytes=kept,
+            device=device,
         ),
         resident_batches=resident_batches,
         scan_is_complete=scanned.complete,
-        notes=(*_notes(trainer, loader, loader_plan), *_not_arrived(arrived), *_rough_rates(rates), *_compiled(module)),
+        notes=(
+            *_notes(trainer, loader, loader_plan),
+            *_not_arrived(arrived),
+            *_rough_rates(rates),
+            *_compiled(module),
+            *_on_gpu(device),
+        ),
     )
 
 
@@ -368,8 +406,17 @@ def _not_arrived(arrived: ArrivedBatch) -> tuple[str, ...]:
     )
 
 
-def _rough_rates(rates: DeviceRates) -> tuple[str, ...]:
-    if rates.noise <= MOST_NOISE:
+def _on_gpu(device: DeviceSpec) -> tuple[str, ...]:
+    if device.kind == "cpu":
+        return ()
+    return (
+        "forecast and warm-up on a GPU were built without one and have not been checked on one: the warm-up runs under "
+        "the budget as torch's own limit, and training runs without it",
+    )
+
+
+def _rough_rates(rates: DeviceRates | None) -> tuple[str, ...]:
+    if rates is None or rates.noise <= MOST_NOISE:
         return ()
     return (
         f"the device's rates were measured while other processes held it up (disturbance {rates.noise:.0%}): predicted "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +16,8 @@ from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.contest import Standing, fastest
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, first_line, is_out_of_memory
 from lightning_memfit.evaluation_forecast import predicted_evaluation_peak
+from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.observe.cuda_memory import limit_of, meter_of
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Budget, Choice, Forecast, Measurement, PassedOver, Plan
 from lightning_memfit.planning import Planning
@@ -252,7 +255,7 @@ class Proving:
         )
         measurement = mismatch = None
         try:
-            with self._prepared.loaders_in_sight():
+            with self._prepared.loaders_in_sight(), self._limited():
                 measurement = run_warmup(
                     trainer=self._prepared.trainer,
                     module=self._prepared.module,
@@ -260,8 +263,9 @@ class Proving:
                     validation_batch=None if self._validation is None else self._validation.batch,
                     accumulate_grad_batches=candidate.split.accumulate_grad_batches,
                     num_profiled_steps=request.num_profiled_steps,
-                    spare_bytes=_spare_bytes(self._prepared.budget, forecast),
+                    spare_bytes=self._spare_bytes(forecast),
                     resident_batches=self._prepared.resident_batches,
+                    meter=meter_of(self._prepared.trainer.strategy.root_device),
                     timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
                     verify_states=verify,
                     validation_loader=None if self._validation is None else self._validation.dataloader_idx,
@@ -287,19 +291,29 @@ class Proving:
         self._levers.put_on(forecast.candidate)
         self._planning.announce(f"timing again: {forecast.candidate.label}")
         try:
-            with self._prepared.loaders_in_sight():
+            with self._prepared.loaders_in_sight(), self._limited():
                 return time_steps(
                     trainer=self._prepared.trainer,
                     module=self._prepared.module,
                     batch=self._prepared.batch,
                     seconds=TIMED_SECONDS,
                     accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
-                    spare_bytes=_spare_bytes(self._prepared.budget, forecast),
+                    spare_bytes=self._spare_bytes(forecast),
                 )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         return math.inf
+
+    def _limited(self) -> AbstractContextManager[None]:
+        return limit_of(self._prepared.trainer.strategy.root_device, self._prepared.budget.budget_bytes)
+
+    def _spare_bytes(self, forecast: Forecast) -> int:
+        """What is left of the host's memory, which the snapshot of the warm-up shares."""
+        if self._prepared.device.kind == "cuda":
+            return detect_device("cpu").available_bytes
+        budget = self._prepared.budget
+        return budget.capacity_bytes - budget.non_torch_bytes - forecast.predicted_peak_bytes
 
     def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
         """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""
@@ -328,11 +342,6 @@ class Proving:
                 "not tried: micro_batch_size= begins with them."
             )
         return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
-
-
-def _spare_bytes(budget: Budget, forecast: Forecast) -> int:
-    """What the plan's peak leaves of what the process could hold; the snapshot of the warm-up shares it."""
-    return budget.capacity_bytes - budget.non_torch_bytes - forecast.predicted_peak_bytes
 
 
 def _evaluation_fits(measurement: Measurement, budget: Budget) -> bool:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_memfit.batch_functions import BatchFunctions
-from lightning_memfit.errors import ConfigurationError, TraceError
+from lightning_memfit.errors import ConfigurationError, TraceError, UnsupportedError
 from lightning_memfit.forecaster import Forecaster
+from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.manual_forecaster import ManualForecaster
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import Candidate, Forecast, MemoryBreakdown
+from lightning_memfit.targets import CudaTarget, FormulaProber, Prober, target_of
 from lightning_memfit.trace.closure_step import needs_closure
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.step_program import StepProgram, optimizers_of, program_of
@@ -31,11 +33,12 @@ def forecaster_of(
     batch: Any,
     *,
     functions: BatchFunctions,
-    prober: OperatorProber | None,
+    prober: Prober | None,
     resident_batches: int,
     waiting_batch: Any,
     rates: DeviceRates | None,
     callback_bytes: int,
+    device: DeviceSpec,
 ) -> RunForecaster:
     """The forecaster of a run.
 
@@ -49,8 +52,22 @@ def forecaster_of(
         waiting_batch: one of the others, as the loader gives it.
         rates: how fast the device is.
         callback_bytes: what callbacks hold beside the step.
+        device: where the fit runs.
+
+    Raises:
+        UnsupportedError: for manual optimization on a GPU.
     """
+    target = target_of(device)
+    if isinstance(target, CudaTarget):
+        prober = FormulaProber(target.architecture)
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                f"{type(module).__qualname__} has automatic_optimization=False, and training steps that step their own "
+                "optimizers are not forecast for a GPU in this release. Use automatic optimization, or set MEMFIT=off "
+                "in the environment."
+            )
     if not module.automatic_optimization:
+        assert prober is None or isinstance(prober, OperatorProber)
         return ManualForecaster(
             trainer,
             module,
@@ -71,6 +88,7 @@ def forecaster_of(
         waiting_batch=waiting_batch,
         rates=rates,
         callback_bytes=callback_bytes,
+        target=target,
     )
 
 

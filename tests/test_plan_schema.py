@@ -659,6 +659,15 @@ def test_without_a_warm_up_nothing_was_measured(tmp_path: Path) -> None:
     assert load_measurement(PLAN.save(tmp_path / "saved.yaml")) is None
 
 
+def test_a_record_from_before_gpus_were_measured_is_read(tmp_path: Path) -> None:
+    path = Path(write_record(PLAN, MEASUREMENT, tmp_path))
+    lines = path.read_text().splitlines(keepends=True)
+    older = [line for line in lines if "measured_peak_reserved" not in line and "measured_device_total" not in line]
+    assert len(older) == len(lines) - 2
+    path.write_text("".join(older))
+    assert load_measurement(path) == MEASUREMENT
+
+
 def test_a_wrong_measurement_is_refused_by_its_field(tmp_path: Path) -> None:
     path = Path(write_record(PLAN, MEASUREMENT, tmp_path))
     path.write_text(path.read_text().replace("calls: 8", "calls: -8"))

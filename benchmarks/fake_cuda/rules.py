@@ -6,7 +6,7 @@ With ``fake_cuda.cpp`` in a build without CUDA, or on a machine with a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,7 +56,8 @@ class FakeCudaRules:
 
 @contextmanager
 def _believing(capability: tuple[int, int]) -> Iterator[None]:
-    import bitsandbytes  # noqa: F401  # now, since it looks for a device when it is imported
+    with suppress(ImportError):  # now, since it looks for a device when it is imported
+        import bitsandbytes  # noqa: F401
 
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with ExitStack() as patches:

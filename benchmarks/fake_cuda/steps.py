@@ -83,7 +83,7 @@ def step_of(case: CudaCase, rules: DeviceRules, autocast_device: str) -> dict[st
 
     program = program_of(module, optimizer=lambda parameters: _optimizer(module, case), step_context=context)
     blocks = find_repeated_blocks(module) if case.checkpointing == "blocks" else ()
-    with checkpointed(module, blocks), _no_warning_by_index():
+    with checkpointed(module, blocks), _no_warning_by_index(module):
         timeline = trace_window(replace(program, rules=rules), batch, collect_signatures=False)
     residents: dict[str, list[int]] = {}
     sizes: dict[int, int] = {}
@@ -93,10 +93,12 @@ def step_of(case: CudaCase, rules: DeviceRules, autocast_device: str) -> dict[st
     return {"label": case.label, "residents": residents, "events": list(_events(timeline, sizes))}
 
 
-def _no_warning_by_index() -> AbstractContextManager[Any]:
+def _no_warning_by_index(module: nn.Module) -> AbstractContextManager[Any]:
     """Transformers looks at ``input_ids[:, [-1, 0]]``: a list of indices becomes a tensor that fakes do not see."""
     from unittest import mock
 
+    if not any(type(each).__module__.startswith("transformers.") for each in module.modules()):
+        return nullcontext()
     from transformers import PreTrainedModel
 
     return mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask")
@@ -130,14 +132,19 @@ def _optimizer(module: nn.Module, case: CudaCase) -> Optimizer:
 
 def main(library: str, labels: list[str]) -> None:
     """Print the steps of the labelled cases on fake ``cuda`` tensors."""
-    if library != "-":
+    capability = CAPABILITY
+    if library == "-":
+        import torch
+
+        capability = torch.cuda.get_device_capability()
+    else:
         from benchmarks.fake_cuda.install import install
 
         install(Path(library))
     from benchmarks.fake_cuda.rules import FakeCudaRules
 
     for label in labels:
-        print(json.dumps(step_of(CudaCase.of(label), FakeCudaRules(compute_capability=CAPABILITY), "cuda")), flush=True)
+        print(json.dumps(step_of(CudaCase.of(label), FakeCudaRules(compute_capability=capability), "cuda")), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def transferred(trainer: Any, module: Any, batch: Any, dataloader_idx: int = 0) -> Any:
-    """What ``training_step`` gets, through the same hooks as in training."""
+def transferred(
+    trainer: Any, module: Any, batch: Any, dataloader_idx: int = 0, *, device: torch.device | None = None
+) -> Any:
+    """What ``training_step`` gets, through the same hooks as in training; on another device if one is given."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, device=device, dataloader_idx=dataloader_idx)
 
 
 def hook_owners(trainer: Any) -> list[Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ class TorchDriver:
     def pid(self) -> int:
         """This process."""
         return os.getpid()
+
+    def driver_version(self) -> str:
+        """The version of NVIDIA's driver, by NVML or by its file under ``/proc``; empty where neither tells."""
+        with _nvml() as nvml:
+            if nvml is not None:
+                with suppress(nvml.NVMLError):
+                    found = nvml.nvmlSystemGetDriverVersion()
+                    return found.decode() if isinstance(found, bytes) else str(found)
+        told = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text(self._root / "proc/driver/nvidia/version"))
+        return "" if told is None else told.group(1)
 
 
 @contextmanager

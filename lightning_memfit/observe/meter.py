@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import psutil
 import torch
 
 from lightning_memfit.errors import UnsupportedError
@@ -42,6 +41,16 @@ class Meter(Protocol):
     @property
     def peak_rss_bytes(self) -> int | None:
         """Highest resident set size seen; ``None`` where the system does not tell."""
+        ...
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """Most bytes that a caching allocator held; ``None`` on a host."""
+        ...
+
+    @property
+    def device_total_bytes(self) -> int | None:
+        """What the driver called used on the device at the end; ``None`` on a host."""
         ...
 
     @property
@@ -126,6 +135,9 @@ class AllocationMeter:
 
     Ignores: memory that does not come from torch's CPU allocator (NumPy arrays, mapped files, oneDNN's own buffers).
     """
+
+    peak_reserved_bytes: int | None = None
+    device_total_bytes: int | None = None
 
     def __init__(self, resident_bytes: int) -> None:
         self.resident_bytes = resident_bytes
@@ -324,6 +336,10 @@ class _RssSampler:
 
 def _resident_set() -> int | None:
     """Resident set size of this process in bytes; ``None`` where the system does not tell."""
+    try:
+        import psutil  # here, so that forecasts do without it
+    except ImportError:
+        return None
     try:
         return int(psutil.Process().memory_info().rss)
     except (psutil.Error, OSError):

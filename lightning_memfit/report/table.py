@@ -229,6 +229,11 @@ def _comparison(plan: Plan, measurement: Measurement) -> Table:
             f"allocated peak, after {measurement.evaluation_batches} evaluation batches",
             format_bytes(measurement.predicted_evaluation_peak_bytes or 0), "-", "", "",
         )  # fmt: skip
+    reserved, total = measurement.measured_peak_reserved_bytes, measurement.measured_device_total_bytes
+    if reserved is not None:
+        table.add_row("reserved peak, training", *_against(memory.peak_reserved_bytes, reserved))
+    if total is not None:
+        table.add_row("device total, all processes", *_against(None, total))
     rss = measurement.measured_peak_rss_bytes
     if rss is not None:
         table.add_row("process RSS peak", *_against(None, rss))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.errors import first_line, is_out_of_memory
 from lightning_memfit.observe.snapshot import take_snapshot
@@ -24,6 +26,8 @@ class ArrivedBatch:
 def arrived_batch(trainer: Any, module: Any, batch: Any) -> ArrivedBatch:
     """Send a batch through the user's transfer hooks; random generators and everything reachable are put back.
 
+    It stays on the host, where the module still is: the hooks are given that for a device.
+
     Args:
         trainer: the Trainer, fitting.
         module: its LightningModule.
@@ -34,7 +38,7 @@ def arrived_batch(trainer: Any, module: Any, batch: Any) -> ArrivedBatch:
         return ArrivedBatch(batch=batch)
     try:
         with take_snapshot(module, extra_roots=[batch, *owners]), silenced(trainer):
-            return ArrivedBatch(batch=transferred(trainer, module, batch))
+            return ArrivedBatch(batch=transferred(trainer, module, batch, device=torch.device("cpu")))
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -170,6 +170,8 @@ class _Unmetered(AbstractContextManager["_Unmetered"]):
 
     peak_allocated_bytes = 0
     peak_rss_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_total_bytes: int | None = None
     costliest_ops: tuple[OperatorCost, ...] = ()
 
     def __init__(self, resident_bytes: int) -> None:
@@ -288,7 +290,8 @@ class _WarmUp:
         loaded, batch = batch, self._to_device(batch)
         if not self.left_behind:
             both, arrived = reachable_tensors([loaded, batch]), reachable_tensors([batch])
-            self.left_behind.append(storage_bytes(both) - storage_bytes(arrived))
+            device = trainer.strategy.root_device
+            self.left_behind.append(_bytes_on(device, both) - _bytes_on(device, arrived))
         trainer._logger_connector.on_batch_start(batch)
         self._hook("on_train_batch_start", batch, index)
         kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, index)
@@ -312,9 +315,10 @@ class _WarmUp:
                 self._evaluation_step(batch, 0)
                 if num_batches != 1:
                     untouched.restore()
-                    before = storage_bytes(reachable_tensors([self.module]))
+                    device = self.trainer.strategy.root_device
+                    before = _bytes_on(device, reachable_tensors([self.module]))
                     self._evaluation_step(batch, 1)
-                    kept = max(0, storage_bytes(reachable_tensors([self.module])) - before)
+                    kept = max(0, _bytes_on(device, reachable_tensors([self.module])) - before)
                 self.trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -362,6 +366,11 @@ def _not_stepped(optimizers: list[Any]) -> Iterator[set[int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _bytes_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of their storages that are on the device; on a host, of all of them."""
+    return storage_bytes(each for each in tensors if device.type == "cpu" or each.device.type == device.type)
 
 
 def _reusable(batch: Any) -> Snapshot:
@@ -412,6 +421,8 @@ def _measurement(training: Meter, evaluation: _Evaluation, seconds: float, num_s
         evaluation_kept_bytes=evaluation.kept_bytes,
         evaluation_batches=evaluation.num_batches,
         measured_peak_rss_bytes=max(known, default=None),
+        measured_peak_reserved_bytes=training.peak_reserved_bytes,
+        measured_device_total_bytes=training.device_total_bytes,
         measured_step_seconds=seconds,
         profiled_steps=num_steps,
         costliest_ops=training.costliest_ops,

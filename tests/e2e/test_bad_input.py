@@ -498,7 +498,8 @@ def test_a_strategy_that_is_not_driven_is_named_with_what_is(
         check_trainer(Several())
     assert str(caught.value).startswith(f"MemFit does not drive {found}")
     assert str(caught.value).endswith(
-        "in this release; it drives SingleDeviceStrategy on cpu with 1 device: Trainer(accelerator='cpu', devices=1). "
+        "in this release; it drives SingleDeviceStrategy on cpu or cuda with 1 device: "
+        "Trainer(accelerator='cpu', devices=1). "
         "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
     )
 

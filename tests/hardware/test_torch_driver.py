@@ -54,6 +54,10 @@ class FakeNvml(SimpleNamespace):
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: str) -> Any:
         return (SimpleNamespace(pid=3, usedGpuMemory=5),)
 
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        self._may_fail("version")
+        return b"580.65.06"
+
     def nvmlDeviceGetCurrentDriverModel(self, handle: str) -> int:
         self._may_fail("model")
         return self.driver_model
@@ -168,3 +172,26 @@ def test_a_real_gpu_keeps_its_capacity_while_this_process_takes_some_of_it() -> 
     assert after.total_bytes is not None and after.capacity_bytes <= after.total_bytes
     # Other processes on a shared GPU come and go.
     assert abs(after.capacity_bytes - before.capacity_bytes) < after.total_bytes // 20
+
+
+def test_the_drivers_version_is_nvmls(nvml: FakeNvml) -> None:
+    assert TorchDriver().driver_version() == "580.65.06"
+    assert nvml.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\n", "550.54.15"),
+        (None, ""),
+    ],
+)
+def test_without_nvml_the_drivers_version_is_that_of_its_file(
+    nvml: FakeNvml, tmp_path: Path, text: str | None, version: str
+) -> None:
+    nvml.fails = ("version",)
+    if text is not None:
+        (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+        (tmp_path / "proc/driver/nvidia/version").write_text(text)
+    assert TorchDriver(root=tmp_path).driver_version() == version

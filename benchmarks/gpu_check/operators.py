@@ -1,0 +1,220 @@
+"""What operators take inside, call by call, held to the formulas; which attention kernel runs; what cuBLAS keeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from benchmarks.gpu_check.gauges import Gauge
+from lightning_memfit.predict.cuda_memory import rounded_bytes
+from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, hidden_bytes, library_workspaces
+from lightning_memfit.trace.cuda_attention import AttentionCall, chosen_backend
+from lightning_memfit.trace.timeline import Signature, TensorShape
+
+_BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+"""Source: ``SDPBackend`` of ``aten/src/ATen/native/transformers/sdp_utils_cpp.h``."""
+
+
+class HiddenBytesSeen(TorchDispatchMode):
+    """Measures every operator within it: most bytes alive in the call beyond those before it and its new outputs.
+
+    The backward of a graph is seen too, since the engine's threads take the mode over.
+    """
+
+    def __init__(self, gauge: Gauge, architecture: CudaArchitecture) -> None:
+        super().__init__()
+        self._gauge, self._architecture = gauge, architecture
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before_storages = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        signature = Signature(str(func), _described(args), _described(kwargs))
+        self._gauge.reset()
+        before = self._gauge.live_bytes
+        out = func(*args, **kwargs)
+        peak = self._gauge.peak_bytes - before
+        made: dict[int, int] = {}
+        for each in _tensors(out):
+            storage = each.untyped_storage()
+            if storage._cdata not in before_storages and each.device.type == self._gauge.device.type:
+                made[storage._cdata] = storage.nbytes()
+        rounding = rounded_bytes if self._gauge.device.type == "cuda" else int
+        self._add(signature, max(0, peak - sum(map(rounding, made.values()))))
+        return out
+
+    def _add(self, signature: Signature, seen: int) -> None:
+        formula = hidden_bytes(signature, self._architecture)
+        key = repr(signature)
+        if not seen and formula is None:
+            return
+        row = self.rows.setdefault(key, {"op": signature.op, "call": key[:400], "calls": 0, "measured_hidden_bytes": 0})
+        row["calls"] += 1
+        row["measured_hidden_bytes"] = max(row["measured_hidden_bytes"], seen)
+        if formula is not None:
+            row |= {"predicted_low_bytes": formula.low_bytes, "predicted_high_bytes": formula.high_bytes}
+            row["within"] = formula.low_bytes <= row["measured_hidden_bytes"] <= formula.high_bytes
+
+
+def hidden_temporaries(
+    gauge: Gauge, architecture: CudaArchitecture, programs: dict[str, Callable[[torch.device], None]]
+) -> Iterator[dict[str, Any]]:
+    """Every distinct operator call of some programs that hides bytes, or should by a formula."""
+    for name, program in programs.items():
+        gauge.clean()
+        program(gauge.device)  # once before: what libraries keep belongs to no call
+        seen = HiddenBytesSeen(gauge, architecture)
+        with seen:
+            program(gauge.device)
+        gauge.synchronize()
+        yield from ({"program": name, **row} for row in seen.rows.values())
+
+
+def programs(full: bool) -> dict[str, Callable[[torch.device], None]]:
+    """The calls of interest, on a GPU in the sizes of real models."""
+    rows, width = (8192, 768) if full else (64, 8)
+    half = torch.bfloat16
+
+    def sums(device: torch.device) -> None:
+        for dtype in (torch.float32, half):
+            torch.ones(rows, width, device=device, dtype=dtype).sum(0)
+
+    def attention(device: torch.device) -> None:
+        batch, heads, length, head = (8, 12, 1024, 64) if full else (1, 2, 16, 8)
+        for dtype in (half, torch.float32):
+            inputs = [
+                torch.randn(batch, heads, length, head, device=device, dtype=dtype, requires_grad=True)
+                for _ in range(3)
+            ]
+            F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True).sum().backward()
+
+    def embedding(device: torch.device) -> None:
+        vocabulary = 50257 if full else 64
+        weight = torch.randn(vocabulary, width, device=device, requires_grad=True)
+        F.embedding(torch.randint(vocabulary, (rows,), device=device), weight).sum().backward()
+
+    def indexing(device: torch.device) -> None:
+        target = torch.zeros(rows, width, device=device)
+        places = torch.randint(rows, (rows // 2,), device=device)
+        target.index_put_((places,), torch.ones(rows // 2, width, device=device), accumulate=True)
+        target.index_put_((places,), torch.ones(rows // 2, width, device=device))
+
+    def norms(device: torch.device) -> None:
+        torch._foreach_norm([torch.ones(rows * (i + 1), device=device) for i in range(8)])
+        torch.linalg.vector_norm(torch.ones(rows * width, device=device))
+        for dtype in (torch.float32, half):
+            x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+            weight, bias = (torch.ones(width, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+            F.layer_norm(x, (width,), weight, bias).sum().backward()
+
+    def convolutions(device: torch.device) -> None:
+        side, channels = (56, 64) if full else (8, 4)
+        for dtype in (torch.float32, half):
+            x = torch.randn(32 if full else 2, channels, side, side, device=device, dtype=dtype, requires_grad=True)
+            for kernel, groups in ((3, 1), (1, 1), (3, channels)):
+                shape = (channels, channels // groups, kernel, kernel)
+                weight = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+                F.conv2d(x, weight, padding=kernel // 2, groups=groups).sum().backward()
+
+    def losses(device: torch.device) -> None:
+        logits = torch.randn(rows // 4, 32000 if full else 32, device=device, requires_grad=True)
+        F.cross_entropy(logits, torch.zeros(rows // 4, dtype=torch.long, device=device)).backward()
+
+    def recurrent(device: torch.device) -> None:
+        layers = torch.nn.LSTM(width, width, 2, batch_first=True).to(device)
+        layers(torch.randn(16, 64 if full else 4, width, device=device))[0].sum().backward()
+
+    def sorting(device: torch.device) -> None:
+        x = torch.randn(rows, width, device=device)
+        x.topk(4), x.sort(), x.cumsum(0), x.flatten().sort()
+
+    every = (sums, attention, embedding, indexing, norms, convolutions, losses, recurrent, sorting)
+    return {program.__name__: program for program in every}
+
+
+def kept_workspaces(gauge: Gauge, architecture: CudaArchitecture) -> dict[str, Any]:
+    """What products leave allocated in the thread that calls them, and in another: cuBLAS's handles are per thread."""
+    gauge.clean()
+    before = gauge.live_bytes
+    _product(gauge.device)
+    here = gauge.live_bytes - before
+    other = threading.Thread(target=_product, args=(gauge.device,))
+    other.start()
+    other.join()
+    there = gauge.live_bytes - before - here
+    _backward_product(gauge.device)
+    backward = gauge.live_bytes - before - here - there
+    expected = library_workspaces([("aten.mm.default", "forward"), ("aten.mm.default", "backward")], architecture)
+    return {
+        "measured_forward_thread_bytes": here,
+        "measured_other_thread_bytes": there,
+        "measured_autograd_thread_bytes": backward,
+        "predicted": [
+            {"name": each.name, "low_bytes": each.low_bytes, "high_bytes": each.high_bytes} for each in expected
+        ],
+    }
+
+
+def _product(device: torch.device) -> None:
+    left = torch.ones(256, 256, device=device)
+    left @ left
+    F.linear(left, left, left[0])
+
+
+def _backward_product(device: torch.device) -> None:
+    weight = torch.ones(256, 256, device=device, requires_grad=True)
+    (weight @ weight).sum().backward()
+
+
+def attention_choices(device: torch.device, capability: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Which kernel torch chooses for calls of many kinds, and which one the emulation does."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    heads = (32, 64, 80, 128, 192, 256)
+    for dtype, head, masked, dropout, causal, gradients in product(
+        dtypes, heads, (False, True), (0.0, 0.1), (False, True), (False, True)
+    ):
+        if masked and causal:
+            continue
+        query, key, value = (
+            torch.empty(2, 4, 64, head, device=device, dtype=dtype, requires_grad=gradients) for _ in range(3)
+        )
+        mask = torch.zeros(2, 1, 64, 64, device=device, dtype=dtype) if masked else None
+        arguments = {"dropout_p": dropout, "is_causal": causal}
+        real = _BACKENDS.get(torch._fused_sdp_choice(query, key, value, mask, **arguments), "unknown")
+        call = AttentionCall(
+            query=query, key=key, value=value, mask=mask, dropout=dropout, is_causal=causal, enable_gqa=False
+        )
+        emulated = chosen_backend(call, capability)
+        yield {
+            "dtype": str(dtype),
+            "head": head,
+            "masked": masked,
+            "dropout": dropout,
+            "causal": causal,
+            "gradients": gradients,
+            "measured": real,
+            "predicted": emulated,
+            "equal": real == emulated,
+        }
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _described(tree: Any) -> Any:
+    return tree_map_only(
+        Tensor,
+        lambda tensor: TensorShape(
+            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()), None
+        ),
+        tree,
+    )
