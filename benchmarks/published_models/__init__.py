@@ -63,6 +63,8 @@ class PublishedModel:
     """Samples, and pixels a side or tokens, to a collated batch."""
     loss: Loss = classification_loss
     """Network and batch to a scalar."""
+    kept: tuple[str, ...] = ("",)
+    """Patterns of the modules whose results a loop keeps that holds on to what the network returns."""
 
 
 def _llama_family(parameters: int, **numbers: int) -> PublishedModel:
@@ -108,6 +110,8 @@ MODELS: Mapping[str, PublishedModel] = {
         parameters=81_912_576,
         batch=_words,
         loss=language.shifted_copies_loss,
+        # With transformers 4.48 every block's keys and values are returned: views of what the layer before them makes.
+        kept=("", "*.c_attn"),
     ),
     "bert_base_masked_words": PublishedModel(
         make=language.bert_base_for_masked_words, parameters=109_514_298, batch=_words, loss=own_loss

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,8 +35,11 @@ def bert_base_for_masked_words() -> nn.Module:
 
 
 def bert_large_for_classification() -> nn.Module:
-    """bert-large-uncased with two labels and the attention of early 2022, which is made of single operators."""
-    config = _bert(width=1024, layers=24, heads=16, attention="eager")
+    """bert-large-uncased with two labels and the attention of torch 1.10, of single operators.
+
+    Source: pytorch/pytorch#64000: until 1.10 softmax kept its argument for the backward beside its result.
+    """
+    config = _bert(width=1024, layers=24, heads=16, attention=_attention_that_keeps_scores())
     network: nn.Module = _transformers().BertForSequenceClassification(config)
     return network
 
@@ -98,6 +102,50 @@ def _bert(*, width: int, layers: int, heads: int, attention: str) -> Any:
     )
     config._attn_implementation = attention
     return config
+
+
+class _SoftmaxThatKeepsScores(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, scores: Tensor) -> Tensor:
+        result = torch.softmax(scores, dim=-1)
+        context.save_for_backward(scores, result)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        scores, result = context.saved_tensors
+        found: Tensor = torch.ops.aten._softmax_backward_data(gradient, result, -1, scores.dtype)
+        return found
+
+
+def _attention_that_keeps_scores() -> str:
+    """Name under which transformers knows it from now on."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    name = "eager_of_torch_1_10"
+    AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(name, eager_mask)
+    return name
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Heads side by side ``(batch, length, heads, size)``, and the weights."""
+    scores = torch.matmul(query, key.transpose(2, 3)) / query.shape[-1] ** 0.5
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights: Tensor = _SoftmaxThatKeepsScores.apply(scores)  # type: ignore[no-untyped-call]
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 def _transformers() -> Any:
