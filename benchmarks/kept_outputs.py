@@ -6,7 +6,6 @@ lives through the backward, the optimizer's step and the next forward.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +17,14 @@ Held = Literal["not at all", "until the step ends", "into the next forward"]
 """How long a loop holds on to what the root module returned."""
 
 
-def with_kept_outputs(timeline: Timeline, modules: Sequence[str], held: Held) -> Timeline:
+def with_kept_outputs(timeline: Timeline, held: Held) -> Timeline:
     """Make storages live as long as a loop that holds on to outputs lets them.
 
-    1. What the modules return is not freed before the next forward of the root module has returned, or not in this
-       step.
+    1. What the root module returns is not freed before its next forward has returned, or not in this step.
     2. What is held into the next forward was there when the step began, and goes when its first forward has returned.
 
     Args:
         timeline: one optimizer step in the steady state.
-        modules: patterns of names of modules, as in ``fnmatch``; ``""`` is the root.
         held: how long.
 
     Returns:
@@ -36,7 +33,7 @@ def with_kept_outputs(timeline: Timeline, modules: Sequence[str], held: Held) ->
     if held == "not at all":
         return timeline
     forwards = [call for call in timeline.calls if call.module == "" and not call.recomputed]
-    kept = _kept(timeline, modules)
+    kept = _kept(timeline, forwards)
     before = _residents(timeline, kept, forwards[-1].micro_step) if held == "into the next forward" else ()
     let_go: dict[int, list[int]] = {forwards[0].end_event: [resident.storage for resident in before]}
     for earlier, later in itertools.pairwise(forwards):
@@ -60,25 +57,15 @@ class _Kept:
         return [storage for storage, step in self.micro_steps.items() if step == micro_step]
 
 
-def _kept(timeline: Timeline, modules: Sequence[str]) -> _Kept:
+def _kept(timeline: Timeline, forwards: Sequence[ModuleCall]) -> _Kept:
     made = {
         output.storage: output.allocated_bytes
         for event in timeline.events
         if not isinstance(event, Free)
         for output in event.outputs
     }
-    micro_steps = {
-        storage: call.micro_step
-        for call in timeline.calls
-        if not call.recomputed and _matches(call, modules)
-        for storage in call.outputs
-        if storage in made
-    }
+    micro_steps = {storage: call.micro_step for call in forwards for storage in call.outputs if storage in made}
     return _Kept(sizes={storage: made[storage] for storage in micro_steps}, micro_steps=micro_steps)
-
-
-def _matches(call: ModuleCall, modules: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(call.module, pattern) for pattern in modules)
 
 
 def _residents(timeline: Timeline, kept: _Kept, micro_step: int) -> tuple[Resident, ...]:

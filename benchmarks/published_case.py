@@ -94,8 +94,7 @@ def _memory(workload: Workload, setting: Setting, device: str) -> MemoryBreakdow
         optimizer_states="8bit" if setting.optimizer_implementation == "8bit" else "as-configured",
         micro_batch_size=setting.micro_batch,
     )
-    kept = ("",) if setting.model == "mlp" else MODELS[setting.model].kept
-    timeline = with_kept_outputs(timeline, kept, setting.kept_outputs)
+    timeline = with_kept_outputs(timeline, setting.kept_outputs)
     target = target_of(detect_device(device))
     probes: Mapping[int, ProbeResult] = {}
     if isinstance(target, CudaTarget):

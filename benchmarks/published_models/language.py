@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.zoo_models.workload import Batch
+from benchmarks.zoo_models.workload import Batch, own_loss
 
 _GPT2_VOCABULARY = 50257
 _BERT_VOCABULARY = 30522
 
 
 def gpt2(*, layers: int = 12) -> nn.Module:
-    """openai-community/gpt2, or with six layers distilbert/distilgpt2."""
+    """openai-community/gpt2."""
     transformers = _transformers()
     config = transformers.GPT2Config(
         vocab_size=_GPT2_VOCABULARY, n_embd=768, n_layer=layers, n_head=12, n_positions=1024, use_cache=False
@@ -78,16 +78,46 @@ def qwen3_8b() -> nn.Module:
     return network
 
 
-def shifted_copies_loss(network: nn.Module, batch: Batch) -> Tensor:
-    """Next-token loss as transformers computed it until 4.48: in fp32, of contiguous copies of the shifted logits.
+def own_loss_with_cached_casts(network: nn.Module, batch: Batch) -> Tensor:
+    """The network's own loss; where autocast is on, parameters are cast once in a forward, as is autocast's default.
+
+    Source: huggingface/transformers src/transformers/trainer.py of January 2022, ``autocast_smart_context_manager``;
+    Lightning's autocast does not keep what it cast.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        return own_loss(network, batch)
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class _WithOwnLoss(nn.Module):
+    """A language model together with the loss of its next tokens, in fp32 and of contiguous copies of the logits.
 
     Source: huggingface/transformers src/transformers/loss/loss_utils.py@v4.48.0, ``ForCausalLMLoss``.
     """
-    output: Any = network(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
-    logits: Tensor = output.logits.float()
-    shifted = logits[..., :-1, :].contiguous()
-    targets = batch["labels"][..., 1:].contiguous()
-    return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1))
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits: Tensor = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        shifted = logits[..., :-1, :].contiguous()
+        targets = batch["labels"][..., 1:].contiguous()
+        return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1)), logits
+
+
+def distilgpt2() -> nn.Module:
+    """distilbert/distilgpt2, which returns its loss and its logits."""
+    return _WithOwnLoss(gpt2(layers=6))
+
+
+def returned_loss(network: nn.Module, batch: Batch) -> Tensor:
+    """The first of what the network makes of the batch."""
+    loss: Tensor = network(batch)[0]
+    return loss
 
 
 def _bert(*, width: int, layers: int, heads: int, attention: str) -> Any:
