@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.kept_outputs import with_kept_outputs
 from benchmarks.published_models import MODELS, classification_loss
 from benchmarks.published_models.perceptrons import perceptron
 from benchmarks.published_rows import Setting
 from benchmarks.zoo_models.workload import Workload
-from lightning_memfit import forecast, trace_step
+from lightning_memfit import detect_device, trace_step
 from lightning_memfit.plan import MemoryBreakdown
-from lightning_memfit.predict.memory import predict_memory
+from lightning_memfit.targets import CudaTarget, FormulaProber, target_of
+from lightning_memfit.trace.timeline import ProbeResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,24 +83,34 @@ def workload_of(setting: Setting) -> Workload:
 
 def _memory(workload: Workload, setting: Setting, device: str) -> MemoryBreakdown:
     early = setting.zero_gradients == "before forward"
-    settings: dict[str, Any] = {
-        "loss": workload.loss,
-        "optimizer": partial(_optimizer, setting),
-        "precision": setting.precision,
-        "activation_checkpointing": setting.activation_checkpointing,
-        "optimizer_states": "8bit" if setting.optimizer_implementation == "8bit" else "as-configured",
-        "micro_batch_size": setting.micro_batch,
-    }
-    if device == "cpu":
-        return predict_memory(trace_step(workload.network, workload.batch, **settings), zero_gradients_early=early)
-    return forecast(workload.network, workload.batch, device=device, zero_gradients_early=early, **settings)
+    timeline = trace_step(
+        workload.network,
+        workload.batch,
+        loss=workload.loss,
+        optimizer=partial(_optimizer, setting),
+        device=device,
+        precision=setting.precision,  # type: ignore[arg-type]  # checked by trace_step
+        activation_checkpointing=setting.activation_checkpointing,
+        optimizer_states="8bit" if setting.optimizer_implementation == "8bit" else "as-configured",
+        micro_batch_size=setting.micro_batch,
+    )
+    timeline = with_kept_outputs(timeline, setting.kept_outputs)
+    target = target_of(detect_device(device))
+    probes: Mapping[int, ProbeResult] = {}
+    if isinstance(target, CudaTarget):
+        probes = FormulaProber(target.architecture).probe(timeline.signatures).results
+    return target.memory(timeline, probes, zero_gradients_early=early)
 
 
 def _optimizer(setting: Setting, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Over those that train, with the implementation named: the parameters of a trace let torch choose another."""
     flags = _IMPLEMENTATIONS.get(setting.optimizer_implementation, {})
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return OPTIMIZERS[setting.optimizer](trained, **flags)
+    optimizer = OPTIMIZERS[setting.optimizer](trained, **flags)
+    if setting.zero_gradients == "in place":
+        # As until torch 1.13 by default.
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+    return optimizer
 
 
 def _adafactor(parameters: list[nn.Parameter]) -> Optimizer:

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from benchmarks.kept_outputs import Held
 from lightning_memfit.hardware.catalog import find_gpu
 from lightning_memfit.units import MIB
 
@@ -46,7 +47,10 @@ class Setting:
     micro_batch: int | None
     """Samples of a slice where gradients accumulate; ``None`` where they do not."""
     zero_gradients: str
-    """Where the loop zeroes gradients: ``"before forward"`` (or after the step) or ``"before backward"``."""
+    """Where the loop drops gradients: ``"before forward"`` (or after the step) or ``"before backward"``; ``"in place"``
+    where it fills them with zeros and keeps them."""
+    kept_outputs: Held
+    """How long the loop holds on to what the network returned."""
     device: str
     """Name of the device in the catalogue."""
 
@@ -118,6 +122,7 @@ def _perceptron(data: dict[str, Any], row: dict[str, Any]) -> PublishedRow:
         activation_checkpointing="none",
         micro_batch=None,
         zero_gradients=data["zero_gradients"],
+        kept_outputs=data["kept_outputs"],
         device=data["device"],
     )
     depth = sum(kind == "linear" for kind, _ in row["layers"])
@@ -170,8 +175,14 @@ def _setting(row: dict[str, str]) -> Setting:
         activation_checkpointing=row["activation_checkpointing"],
         micro_batch=int(row["micro_batch"]) if row["micro_batch"] else None,
         zero_gradients=row["zero_gradients"],
+        kept_outputs=_held(row["kept_outputs"]),
         device=row["device"],
     )
+
+
+def _held(words: str) -> Held:
+    found: Held = next(known for known in get_args(Held) if known == words)
+    return found
 
 
 def _bytes(mebibytes: str) -> int | None:

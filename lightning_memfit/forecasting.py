@@ -48,6 +48,7 @@ def trace_step(
     *,
     loss: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
+    device: str = "cpu",
     precision: Precision = "32-true",
     activation_checkpointing: str | Sequence[str] = "none",
     optimizer_states: OptimizerStates = "as-configured",
@@ -56,11 +57,15 @@ def trace_step(
 ) -> Timeline:
     """Follow one optimizer step without running it.
 
+    :func:`~lightning_memfit.targets.target_of` a device says what memory the timeline takes there.
+
     Args:
         module: a ``LightningModule``, or a module together with ``loss`` and ``optimizer``; also on ``meta``.
         batch: one collated batch; its first dimension is the batch.
         loss: ``loss(module, batch) -> scalar``; replaces ``training_step``.
         optimizer: ``optimizer(parameters) -> Optimizer``; replaces ``configure_optimizers``.
+        device: as whose step it is followed; the distinct operators are kept for those of GPUs alone, where formulas
+            tell what they hide.
         precision: in Lightning's words.
         activation_checkpointing: ``"none"``, ``"blocks"``, or patterns of module names.
         optimizer_states: ``"as-configured"`` or ``"8bit"``.
@@ -74,8 +79,10 @@ def trace_step(
     request = _one_candidate(
         precision, activation_checkpointing, optimizer_states, optimizer_implementation, micro_batch_size
     )
-    forecaster = _forecaster(module, batch, loss, optimizer, prober=None)
-    return forecaster.timeline(_candidate(module, batch, request, forecaster))
+    spec = detect_device(device)
+    with _prober(spec, False, None) as prober:
+        forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, device=spec)
+        return forecaster.timeline(_candidate(module, batch, request, forecaster))
 
 
 def forecast(

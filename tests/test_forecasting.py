@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, TraceError
 from lightning_memfit.forecaster import Forecaster, autocast_context, checkpointed
 from lightning_memfit.forecasting import forecast, make_plan, make_plans, resident_bytes, trace_step
+from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import BatchSplit, Candidate, Plan, balanced_slices
+from lightning_memfit.targets import CudaTarget, FormulaProber, target_of
 from lightning_memfit.trace.step_program import program_of, run_window
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
@@ -114,6 +116,14 @@ def test_checkpointing_is_taken_back_after_a_trace() -> None:
     timeline = trace_step(module, batch_of(8), activation_checkpointing="blocks")
     assert timeline.recomputed_flops == 3 * 2 * 8 * 64 * 256  # the first product of each block; none needs the last
     assert not [part for part in module.modules() if "forward" in vars(part)]
+
+
+def test_a_step_can_be_followed_as_that_of_a_gpu() -> None:
+    module, batch = Lit(), batch_of(8)
+    timeline, target = trace_step(module, batch, device="a100-40gb"), target_of(detect_device("a100-40gb"))
+    assert isinstance(target, CudaTarget)
+    probes = FormulaProber(target.architecture).probe(timeline.signatures)
+    assert target.memory(timeline, probes.results) == forecast(module, batch, device="a100-40gb")
 
 
 @pytest.mark.parametrize(

@@ -104,16 +104,16 @@ MODELS: Mapping[str, PublishedModel] = {
     "mixer_b16_224": PublishedModel(make=patches.mixer_base, parameters=59_880_472),
     "gpt2": PublishedModel(make=language.gpt2, parameters=124_439_808, batch=_words, loss=own_loss),
     "distilgpt2": PublishedModel(
-        make=partial(language.gpt2, layers=6),
-        parameters=81_912_576,
-        batch=_words,
-        loss=language.shifted_copies_loss,
+        make=language.distilgpt2, parameters=81_912_576, batch=_words, loss=language.returned_loss
     ),
     "bert_base_masked_words": PublishedModel(
         make=language.bert_base_for_masked_words, parameters=109_514_298, batch=_words, loss=own_loss
     ),
     "bert_large_classification": PublishedModel(
-        make=language.bert_large_for_classification, parameters=335_143_938, batch=_labelled_texts, loss=own_loss
+        make=language.bert_large_for_classification,
+        parameters=335_143_938,
+        batch=_labelled_texts,
+        loss=language.own_loss_with_cached_casts,
     ),
     "llama_3_8b": _llama_family(
         8_030_261_248, width=4096, hidden=14336, layers=32, heads=32, key_value_heads=8, vocabulary=128256

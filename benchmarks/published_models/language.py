@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.zoo_models.workload import Batch
+from benchmarks.zoo_models.workload import Batch, own_loss
 
 _GPT2_VOCABULARY = 50257
 _BERT_VOCABULARY = 30522
 
 
 def gpt2(*, layers: int = 12) -> nn.Module:
-    """openai-community/gpt2, or with six layers distilbert/distilgpt2."""
+    """openai-community/gpt2."""
     transformers = _transformers()
     config = transformers.GPT2Config(
         vocab_size=_GPT2_VOCABULARY, n_embd=768, n_layer=layers, n_head=12, n_positions=1024, use_cache=False
@@ -34,8 +35,11 @@ def bert_base_for_masked_words() -> nn.Module:
 
 
 def bert_large_for_classification() -> nn.Module:
-    """bert-large-uncased with two labels and the attention of early 2022, which is made of single operators."""
-    config = _bert(width=1024, layers=24, heads=16, attention="eager")
+    """bert-large-uncased with two labels and the attention of torch 1.10, of single operators.
+
+    Source: pytorch/pytorch#64000: until 1.10 softmax kept its argument for the backward beside its result.
+    """
+    config = _bert(width=1024, layers=24, heads=16, attention=_attention_that_keeps_scores())
     network: nn.Module = _transformers().BertForSequenceClassification(config)
     return network
 
@@ -74,16 +78,46 @@ def qwen3_8b() -> nn.Module:
     return network
 
 
-def shifted_copies_loss(network: nn.Module, batch: Batch) -> Tensor:
-    """Next-token loss as transformers computed it until 4.48: in fp32, of contiguous copies of the shifted logits.
+def own_loss_with_cached_casts(network: nn.Module, batch: Batch) -> Tensor:
+    """The network's own loss; where autocast is on, parameters are cast once in a forward, as is autocast's default.
+
+    Source: huggingface/transformers src/transformers/trainer.py of January 2022, ``autocast_smart_context_manager``;
+    Lightning's autocast does not keep what it cast.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        return own_loss(network, batch)
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class _WithOwnLoss(nn.Module):
+    """A language model together with the loss of its next tokens, in fp32 and of contiguous copies of the logits.
 
     Source: huggingface/transformers src/transformers/loss/loss_utils.py@v4.48.0, ``ForCausalLMLoss``.
     """
-    output: Any = network(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
-    logits: Tensor = output.logits.float()
-    shifted = logits[..., :-1, :].contiguous()
-    targets = batch["labels"][..., 1:].contiguous()
-    return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1))
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits: Tensor = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        shifted = logits[..., :-1, :].contiguous()
+        targets = batch["labels"][..., 1:].contiguous()
+        return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1)), logits
+
+
+def distilgpt2() -> nn.Module:
+    """distilbert/distilgpt2, which returns its loss and its logits."""
+    return _WithOwnLoss(gpt2(layers=6))
+
+
+def returned_loss(network: nn.Module, batch: Batch) -> Tensor:
+    """The first of what the network makes of the batch."""
+    loss: Tensor = network(batch)[0]
+    return loss
 
 
 def _bert(*, width: int, layers: int, heads: int, attention: str) -> Any:
@@ -98,6 +132,50 @@ def _bert(*, width: int, layers: int, heads: int, attention: str) -> Any:
     )
     config._attn_implementation = attention
     return config
+
+
+class _SoftmaxThatKeepsScores(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, scores: Tensor) -> Tensor:
+        result = torch.softmax(scores, dim=-1)
+        context.save_for_backward(scores, result)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        scores, result = context.saved_tensors
+        found: Tensor = torch.ops.aten._softmax_backward_data(gradient, result, -1, scores.dtype)
+        return found
+
+
+def _attention_that_keeps_scores() -> str:
+    """Name under which transformers knows it from now on."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    name = "eager_of_torch_1_10"
+    AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(name, eager_mask)
+    return name
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Heads side by side ``(batch, length, heads, size)``, and the weights."""
+    scores = torch.matmul(query, key.transpose(2, 3)) / query.shape[-1] ** 0.5
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights: Tensor = _SoftmaxThatKeepsScores.apply(scores)  # type: ignore[no-untyped-call]
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 def _transformers() -> Any:

@@ -1,8 +1,9 @@
 """Frozen language models with low-rank adapters on queries and values, operator by operator as litgpt trained them.
 
-Source: Lightning-AI/litgpt lit_gpt/model.py, lit_gpt/lora.py and finetune/lora.py of October 2023: one linear layer for
-queries, keys and values, whose adapter is a grouped convolution padded with zeros for the keys; logits and their cross
-entropy in pieces of 128 positions.
+Source: Lightning-AI/litgpt lit_gpt/model.py, lit_gpt/lora.py and finetune/lora.py of late 2023: one linear layer for
+queries, keys and values, whose adapter is a grouped convolution padded with zeros for the keys; positions turned in
+float32; logits and their cross entropy in pieces of 128 positions. Lightning-AI/pytorch-lightning
+src/lightning/fabric/plugins/precision/half.py@2.1.0, ``convert_output``: what the network returns is cast to float32.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ LLAMA_2_13B = Shape(width=5120, layers=40, heads=40, hidden=13824, vocabulary=32
 
 
 class AdaptedLanguageModel(nn.Module):
-    """Token numbers ``(batch, sequence)`` to logits in pieces of ``(batch, 128, vocabulary)``; adapters alone train."""
+    """Token numbers ``(batch, sequence)`` to fp32 logits ``(batch, 128, vocabulary)``; adapters alone train."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -74,11 +75,12 @@ class AdaptedLanguageModel(nn.Module):
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         length = ids.shape[1]
-        cosines, sines = self.cosines[:length], self.sines[:length]
+        cosines, sines = self.cosines[:length].float(), self.sines[:length].float()
         stream = self.embed(ids)
         for block in self.blocks:
             stream = block(stream, cosines, sines)
-        return [self.output(piece) for piece in self.norm(stream).split(_PIECE, dim=1)]
+        pieces = [self.output(piece) for piece in self.norm(stream).split(_PIECE, dim=1)]
+        return [piece.float() for piece in pieces]
 
 
 def next_token_loss(network: nn.Module, batch: Batch) -> Tensor:
@@ -179,15 +181,19 @@ class _GatedPerceptron(nn.Module):
 
 
 class _RootMeanSquare(nn.Module):
-    """Normalisation in the dtype of its input."""
+    """Normalisation computed in float32.
+
+    Source: Lightning-AI/litgpt lit_gpt/rmsnorm.py@98898ca.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, stream: Tensor) -> Tensor:
-        mean = torch.mean(stream * stream, dim=-1, keepdim=True)
-        return self.weight * (stream * torch.rsqrt(mean + 1e-5))
+        wide = stream.float()
+        mean = torch.mean(wide * wide, dim=-1, keepdim=True)
+        return (self.weight * (wide * torch.rsqrt(mean + 1e-5))).to(stream.dtype)
 
 
 def _norm(shape: Shape) -> nn.Module:
@@ -201,4 +207,4 @@ def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     swapped = torch.cat((-second, first), dim=-1)
     roped = (turned * cosines) + (swapped * sines)
-    return torch.cat((roped, heads[..., size:]), dim=-1)
+    return torch.cat((roped.to(heads.dtype), heads[..., size:]), dim=-1)

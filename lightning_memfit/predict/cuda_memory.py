@@ -101,8 +101,10 @@ def requests_of(
 
     1. Parameters and buffers are moved one after the other.
     2. Each step moves its batch, and lets go of the last one.
-    3. The first step meets no gradients, and makes the optimizer's states in front of its optimizer step. The others
-       repeat the timeline: the old gradients are those that the step before left.
+    3. The first step meets no gradients, and makes the optimizer's states in front of its optimizer step, and so the
+       gradients that steps never let go of. The others
+       repeat the timeline: the old gradients, and whatever else a step lets go of that was there before it, are what
+       the step before left.
 
     Args:
         timeline: one optimizer step in the steady state.
@@ -119,11 +121,11 @@ def requests_of(
     return run.requests
 
 
-class _Gradients(NamedTuple):
-    old: tuple[int, ...]
+class _Carried(NamedTuple):
+    old_gradients: tuple[int, ...]
     """Storages of the gradients that a step begins with."""
     left: Mapping[int, int]
-    """Storage of each of those to the one that takes its place when the step ends."""
+    """Storage of each resident that a step replaces to the one that takes its place when the step ends."""
 
 
 class _Run:
@@ -135,9 +137,12 @@ class _Run:
         self._waiting = list(workspaces)
         self._blocks: dict[int, int] = {}
         self._next = 0
-        self._gradients = _gradients_of(timeline)
+        self._carried = _carried_by(timeline)
         self._inputs = [r for r in timeline.residents if r.category == "inputs"]
-        self._states = [r for r in timeline.residents if r.category in ("optimizer_states", "callbacks")]
+        states = [r for r in timeline.residents if r.category in ("optimizer_states", "callbacks")]
+        freed = {event.storage for event in timeline.events if isinstance(event, Free)}
+        gradients = [r for r in timeline.residents if r.category == "gradients" and r.storage not in freed]
+        self._made_once = [*(r for r in gradients if r.storage not in self._carried.left), *states]
 
     def take(self, storage: int, size: int) -> None:
         if size:
@@ -156,19 +161,19 @@ class _Run:
     def step(self, *, first: bool, zero_gradients_early: bool) -> None:
         self._move_batch()
         if zero_gradients_early:
-            for storage in self._gradients.old:
+            for storage in self._carried.old_gradients:
                 self.let_go(storage)
         has_states = not first
         for position, event in enumerate(self._timeline.events):
             if event.phase == "optimizer_step" and not has_states:
-                self._make_states()
+                self._make_what_stays()
                 has_states = True
             if isinstance(event, Free):
                 self.let_go(event.storage)
             else:
                 self._run(position, event)
         if not has_states:
-            self._make_states()
+            self._make_what_stays()
         self._end()
 
     def _move_batch(self) -> None:
@@ -177,8 +182,8 @@ class _Run:
             self.take(each.storage, each.allocated_bytes)
         self.requests += [Release(block) for block in before if block is not None]
 
-    def _make_states(self) -> None:
-        for each in self._states:
+    def _make_what_stays(self) -> None:
+        for each in self._made_once:
             self.take(each.storage, each.allocated_bytes)
 
     def _run(self, position: int, operation: Operation) -> None:
@@ -203,9 +208,9 @@ class _Run:
             self._new_block(each.high_bytes)
 
     def _end(self) -> None:
-        """What the step leaves are gradients; everything else goes with it."""
+        """What the step leaves takes the place of what it met, gradients above all; everything else goes with it."""
         stays = {each.storage for each in self._timeline.residents}
-        left = {new: old for old, new in self._gradients.left.items()}
+        left = {new: old for old, new in self._carried.left.items()}
         for storage in list(self._blocks):
             if storage in left:
                 self._blocks[left[storage]] = self._blocks.pop(storage)
@@ -213,16 +218,20 @@ class _Run:
                 self.let_go(storage)
 
 
-def _gradients_of(timeline: Timeline) -> _Gradients:
-    """Which gradients a step begins with, and which of its storages take their places, by equal sizes in order."""
-    sizes = {r.storage: r.allocated_bytes for r in timeline.residents if r.category == "gradients"}
+def _carried_by(timeline: Timeline) -> _Carried:
+    """What a step replaces, and which of its storages take the places: of one category and size, in order."""
     freed = {event.storage for event in timeline.events if isinstance(event, Free)}
-    made: dict[int, list[int]] = {}
+    made: dict[tuple[str | None, int], list[int]] = {}
     for storage, size in _allocated(timeline):
-        if timeline.categories.get(storage) == "gradients" and storage not in freed:
-            made.setdefault(size, []).append(storage)
-    left = {storage: made[size].pop(0) for storage, size in sizes.items() if made.get(size)}
-    return _Gradients(tuple(sizes), left)
+        if storage not in freed:
+            made.setdefault((timeline.categories.get(storage), size), []).append(storage)
+    gradients = tuple(resident.storage for resident in timeline.residents if resident.category == "gradients")
+    left = {}
+    for resident in timeline.residents:
+        candidates = made.get((resident.category, resident.allocated_bytes))
+        if candidates and (resident.category == "gradients" or resident.storage in freed):
+            left[resident.storage] = candidates.pop(0)
+    return _Carried(gradients, left)
 
 
 def _allocated(timeline: Timeline) -> Iterator[tuple[int, int]]:

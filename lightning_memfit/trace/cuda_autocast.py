@@ -64,6 +64,46 @@ _LOW = (torch.float16, torch.bfloat16)
 _Kernel = Callable[..., Any]
 
 
+class _CastParameters:
+    """Parameters as autocast cast them, by identity; torch's own cache holds what its own kernels cast.
+
+    Source: ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Cast once as long as autocast lasts, if the cache is on and the tensor is a parameter in ``float32``."""
+        if not self._keeps(tensor, dtype):
+            return tensor.to(dtype)
+        if id(tensor) not in self._found:
+            self._found[id(tensor)] = tensor, tensor.to(dtype)
+        return self._found[id(tensor)][1]
+
+    def _keeps(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        is_parameter = tensor.is_leaf and tensor.requires_grad and not tensor._is_view()
+        return is_parameter and tensor.dtype is torch.float32 and dtype in _LOW and torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def cleared_with_torchs_own(self) -> Iterator[None]:
+        """Within this context the casts go when torch clears its cache: at the end of the outermost autocast."""
+        original = torch.clear_autocast_cache
+
+        def clear() -> None:
+            self._found.clear()
+            original()
+
+        try:
+            with mock.patch.object(torch, "clear_autocast_cache", clear):
+                yield
+        finally:
+            self._found.clear()
+
+
+_parameters = _CastParameters()
+
+
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Within this context autocast on the CPU casts what autocast on CUDA does.
@@ -71,7 +111,11 @@ def cuda_autocast() -> Iterator[None]:
     Code that asks for ``torch.autocast("cuda")`` gets it.
     """
     autocast = torch.amp.autocast_mode.autocast
-    with overridden(_kernels(), _KEY), mock.patch.object(autocast, "__init__", _of_the_fakes(autocast.__init__)):
+    with (
+        overridden(_kernels(), _KEY),
+        mock.patch.object(autocast, "__init__", _of_the_fakes(autocast.__init__)),
+        _parameters.cleared_with_torchs_own(),
+    ):
         yield
 
 
@@ -131,7 +175,7 @@ def _call(operator: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict
 def _cast(dtype: torch.dtype, value: Any) -> Any:
     """A tensor, or the tensors of a list, in a dtype; everything else as it is."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype is not dtype and _is_eligible(value) else value
+        return _parameters.cast(value, dtype) if value.dtype is not dtype and _is_eligible(value) else value
     if isinstance(value, (list, tuple)):
         return type(value)([_cast(dtype, each) for each in value])
     return value

@@ -73,6 +73,36 @@ def test_gradients_that_are_zeroed_early_go_in_front_of_the_forward() -> None:
     assert _sizes(requests_of(_timeline(), zero_gradients_early=True))[6:10] == [100, -100, -4 * MIB, 1000]
 
 
+def test_what_a_step_replaces_is_handed_to_the_next_one() -> None:
+    # 7 holds what the step before returned until this one's 8 is there; of another category or size nothing is.
+    whole = _timeline()
+    replaced = (Resident(7, 2048, "activations"), Resident(9, 2048, "buffers"))
+    events = (
+        Operation("mm", "", "forward", 0, (Output(8, 0, 2048), Output(10, 0, 4096)), flops=1),
+        Free(7, "forward"),
+        *whole.events,
+    )
+    timeline = _timeline(
+        residents=(*whole.residents, *replaced),
+        events=events,
+        categories={**whole.categories, 8: "activations", 10: "activations"},
+    )
+    sizes = _sizes(requests_of(timeline))
+    # Parameter, buffer, batch, both results; none was there to be let go of. 10 goes with the step, 8 in the next.
+    first_step = [4 * MIB, 2048, 100, 2048, 4096, 1000, 4 * MIB, -1000, 8 * MIB, -4096]
+    assert sizes[: len(first_step) + 5] == [*first_step, 100, -100, 2048, 4096, -2048]
+
+
+def test_gradients_that_no_step_lets_go_of_are_made_once() -> None:
+    # Zeroed in place: the new gradient is added to the old one and goes.
+    whole = _timeline()
+    kept = (*(event for event in whole.events if event != Free(1, "zero_grad")), Free(5, "backward"))
+    # Batch, activation, new gradient, end of both, then the lasting gradient and the states.
+    first_step = [100, 1000, 4 * MIB, -1000, -4 * MIB, 4 * MIB, 8 * MIB]
+    later_step = [100, -100, 1000, 4 * MIB, -1000, -4 * MIB]
+    assert _sizes(requests_of(_timeline(events=kept))) == [4 * MIB, *first_step, *later_step, *later_step]
+
+
 def test_temporaries_inside_an_operator_come_after_its_outputs_and_go_at_once() -> None:
     probes = {0: ProbeResult(peak_bytes=0, output_bytes={}, hidden_bytes=3000)}
     assert _sizes(requests_of(_timeline(), probes))[2:5] == [1000, 3000, -3000]

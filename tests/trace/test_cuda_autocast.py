@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.profiler import profile
 
 from lightning_memfit.trace import cuda_autocast as lists
 from lightning_memfit.trace.cuda_autocast import cuda_autocast
@@ -101,11 +102,26 @@ def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:
         F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2))
 
 
+def test_parameters_are_cast_once_as_long_as_autocast_lasts_if_its_cache_is_on() -> None:
+    weight, inputs = torch.ones(8, 8, requires_grad=True), torch.ones(4, 8)
+
+    def casts(*, cache_enabled: bool, times: int = 1) -> int:
+        with profile() as seen, cuda_autocast():
+            for _ in range(times):
+                with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=cache_enabled):
+                    F.linear(F.linear(inputs, weight), weight)
+        return sum(event.count for event in seen.key_averages() if event.key == "aten::_to_copy")
+
+    # The inputs once, and the weight for either of two products, or for both, or for both in either of two forwards.
+    assert (casts(cache_enabled=False), casts(cache_enabled=True), casts(cache_enabled=True, times=2)) == (3, 2, 4)
+
+
 def test_everything_is_as_before_at_the_end_also_where_something_was_raised() -> None:
-    constructor = torch.amp.autocast_mode.autocast.__init__
+    constructor, clear = torch.amp.autocast_mode.autocast.__init__, torch.clear_autocast_cache
     with pytest.raises(KeyError), cuda_autocast():
         raise KeyError
     assert torch.amp.autocast_mode.autocast.__init__ is constructor
+    assert torch.clear_autocast_cache is clear
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = F.linear(torch.ones(4, 8), torch.ones(8, 8))
         assert low.dtype is torch.bfloat16
