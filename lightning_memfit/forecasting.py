@@ -190,6 +190,7 @@ def make_plan(
         loss=loss,
         optimizer=optimizer,
         budget=budget,
+        headroom=headroom,
         precision=precision,
         activation_checkpointing=activation_checkpointing,
         optimizer_states=optimizer_states,
@@ -212,6 +213,7 @@ def make_plans(
     loss: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
     budget: int | str = "auto",
+    headroom: int | str = "auto",
     precision: Precision | str = "auto",
     activation_checkpointing: str | Sequence[str] = "auto",
     optimizer_states: str = "auto",
@@ -233,6 +235,7 @@ def make_plans(
         loss: ``loss(module, batch) -> scalar``; replaces ``training_step``.
         optimizer: ``optimizer(parameters) -> Optimizer``; replaces ``configure_optimizers``.
         budget: bytes of the torch allocator on each device, text such as ``"700MiB"``, or ``"auto"``.
+        headroom: bytes left free on purpose on each, text such as ``"256MiB"``, or ``"auto"``.
         precision: in Lightning's words, or ``"auto"``.
         activation_checkpointing: ``"auto"``, ``"none"``, ``"blocks"``, or patterns of module names.
         optimizer_states: ``"auto"``, ``"as-configured"`` or ``"8bit"``.
