@@ -106,7 +106,7 @@ def predicted(case: Case, device: str) -> MemoryBreakdown:
         workload.network,
         workload.batch,
         loss=workload.loss,
-        optimizer=_adamw,
+        optimizer=adamw,
         device=device,
         precision=case.precision,
         activation_checkpointing=case.checkpointing,
@@ -175,7 +175,7 @@ def _train(case: Case, gauge: Gauge, steps: int, seconds: list[float]) -> None:
         checkpoint_modules(network, find_repeated_blocks(network))
     network.to(gauge.device)
     optimizer = with_levers(
-        _adamw(network.parameters()),
+        adamw(network.parameters()),
         network,
         optimizer_states="8bit" if case.stepping == "8bit" else "as-configured",
         implementation="as-configured" if case.stepping == "8bit" else case.stepping,
@@ -202,5 +202,6 @@ def _autocast(case: Case, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype=dtype, cache_enabled=False)  # as Lightning does
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of every case, as configured."""
     return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=1e-4)

@@ -13,11 +13,18 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from benchmarks.gpu_check.cases import Case, adamw, workload_of
 from benchmarks.gpu_check.gauges import Gauge
+from lightning_memfit.forecaster import Forecaster
+from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.plan import BatchSplit, Candidate
 from lightning_memfit.predict.cuda_memory import rounded_bytes
 from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, hidden_bytes, library_workspaces
+from lightning_memfit.targets import FormulaProber, target_of
 from lightning_memfit.trace.cuda_attention import AttentionCall, chosen_backend
+from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.timeline import Signature, TensorShape
+from lightning_memfit.trace.training_step import program_of
 
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 """Source: ``SDPBackend`` of ``aten/src/ATen/native/transformers/sdp_utils_cpp.h``."""
@@ -138,6 +145,29 @@ def programs(full: bool) -> dict[str, Callable[[torch.device], None]]:
 
     every = (sums, attention, embedding, indexing, norms, convolutions, losses, recurrent, sorting)
     return {program.__name__: program for program in every}
+
+
+def probed_calls(case: Case, device: str, architecture: CudaArchitecture) -> Iterator[dict[str, Any]]:
+    """Every distinct call of a case's traced step, run once in a process of its own, held to the formulas."""
+    workload = workload_of(case)
+    spec = detect_device(device)
+    program = program_of(workload.network, loss=workload.loss, optimizer=adamw)
+    forecaster = Forecaster(program, workload.batch, prober=FormulaProber(architecture), target=target_of(spec))
+    samples = len(next(iter(workload.batch.values())))
+    split = BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,))
+    signatures = forecaster.timeline(Candidate(precision=case.precision, split=split)).signatures
+    with OperatorProber(device=device) as prober:
+        probes = prober.probe(signatures)
+    for number, signature in enumerate(signatures):
+        formula, result = hidden_bytes(signature, architecture), probes.results.get(number)
+        seen = None if result is None else result.temporary_bytes
+        if not seen and (formula is None or not formula.high_bytes):
+            continue
+        row: dict[str, Any] = {"label": case.label, "op": signature.op, "call": repr(signature)[:400]}
+        row |= {"measured_hidden_bytes": seen, "failure": probes.failures.get(signature.op)}
+        if formula is not None:
+            row |= {"predicted_low_bytes": formula.low_bytes, "predicted_high_bytes": formula.high_bytes}
+        yield row
 
 
 def kept_workspaces(gauge: Gauge, architecture: CudaArchitecture) -> dict[str, Any]:

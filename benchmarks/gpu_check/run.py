@@ -105,6 +105,7 @@ class Check:
             Section(name="workspaces", share=0.05, rows=lambda: self._workspaces(gauge)),
             Section(name="attention", share=0.05, rows=lambda: self._attention(gauge) if on_gpu else []),
             Section(name="operators", share=0.1, rows=lambda: self._operators(gauge)),
+            Section(name="probes", share=0.1, rows=lambda: self._probes(names)),
             Section(name="cases", share=0.5, rows=lambda: self._cases(gauge, names)),
             Section(name="boundaries", share=0.2, rows=lambda: self._boundaries(gauge, names)),
             Section(name="budgets", share=0.2, rows=lambda: self._budgets(gauge, names)),
@@ -170,6 +171,13 @@ class Check:
         begin = time.monotonic()
         probe = probe_present(detect_device("cuda:0"), cache_dir=None)
         return [{**asdict(probe), "seconds": time.monotonic() - begin}]
+
+    def _probes(self, names: list[str]) -> Iterator[dict[str, Any]]:
+        for name in [name for name in ("resnet", "lstm", "gpt") if name in names] or names[:1]:
+            case = Case(model=name, size=self.size, precision="bf16-mixed", checkpointing="none", stepping="foreach")
+            yield from operators.probed_calls(case, self._forecast_for, self._architecture)
+            if self.device != "cuda":
+                return
 
     def _workspaces(self, gauge: Gauge) -> Rows:
         return [operators.kept_workspaces(gauge, self._architecture)]

@@ -52,11 +52,13 @@ class OperatorProber:
     Args:
         cache_dir: directory of the results' file; ``None`` keeps them in this process only.
         largest_bytes: arguments above this size are not allocated for a probe.
+        device: where operators are run: ``"cpu"``, or a GPU of this machine such as ``"cuda:0"``.
     """
 
-    def __init__(self, *, cache_dir: Path | None = None, largest_bytes: int = 2**34) -> None:
-        self._cache_file = None if cache_dir is None else cache_dir / f"operators-{_environment_key()}.json"
+    def __init__(self, *, cache_dir: Path | None = None, largest_bytes: int = 2**34, device: str = "cpu") -> None:
+        self._cache_file = None if cache_dir is None else cache_dir / f"operators-{_environment_key(device)}.json"
         self._largest_bytes = largest_bytes
+        self._device = device
         self._known: dict[str, Any] = _read_cache(self._cache_file)
         self._fresh: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +78,11 @@ class OperatorProber:
                 },
             )
             assert self._process.stdin is not None
-            settings = {"threads": torch.get_num_threads(), "largest_bytes": self._largest_bytes}
+            settings = {
+                "threads": torch.get_num_threads(),
+                "largest_bytes": self._largest_bytes,
+                "device": self._device,
+            }
             op_probe_worker.write_message(self._process.stdin, settings)
 
     def probe(self, signatures: Sequence[Signature]) -> Probes:
@@ -224,14 +230,17 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _environment_key() -> str:
-    parts = (
+def _environment_key(device: str = "cpu") -> str:
+    parts: tuple[str, ...] = (
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         str(torch._C._has_mkldnn),
         _version_of("bitsandbytes"),  # whose operators are probed too
     )
+    if device != "cpu":
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        parts += (torch.cuda.get_device_name(device), str(torch.version.cuda), str(cudnn))
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
 

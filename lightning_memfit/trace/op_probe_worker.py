@@ -4,6 +4,8 @@ Started as a script by ``op_probe.py``, so that an operator that crashes on stan
 Each message on standard input is a pickled list of ``(number, op, args, kwargs)``; each answer on standard output is a
 pickled dict of number to :class:`Answer` as a tuple, or to a text that says why it failed.
 
+On a GPU the caching allocator tells each call's peak instead of the profiler. That has not been run on one yet.
+
 Adapter for private names of torch: the profiler's ``_prepare_profiler``, ``_enable_profiler``, ``_disable_profiler``.
 """
 
@@ -66,15 +68,24 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Prober:
-    """Runs the signatures of one request in order; later ones may refer to the real outputs of earlier ones."""
+    """Runs the signatures of one request in order; later ones may refer to the real outputs of earlier ones.
 
-    def __init__(self, largest_bytes: int) -> None:
+    Args:
+        largest_bytes: arguments above this size are not allocated.
+        device: where they are allocated: ``"cpu"`` or a GPU.
+    """
+
+    def __init__(self, largest_bytes: int, device: str = "cpu") -> None:
         self._largest_bytes = largest_bytes
+        self._device = device
+        self._gpu_peaks: dict[int, int] = {}
         self._shapes: dict[tuple[int, int], Shape] = {}
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def run(self, requests: list[tuple[int, str, Any, Any]]) -> dict[int, Any]:
-        """Probe every signature of ``requests`` within one profile."""
+        """Probe every signature of ``requests``, on a CPU within one profile."""
+        if self._device != "cpu":
+            return self._run_on_gpu(requests)
         found: dict[int, Any] = {}
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
         activities = {ProfilerActivity.CPU}
@@ -87,8 +98,18 @@ class Prober:
         finally:
             result = _disable_profiler()
             self._kept.clear()
+        return self._answers(found, _peaks(result.events()))
+
+    def _run_on_gpu(self, requests: list[tuple[int, str, Any, Any]]) -> dict[int, Any]:
+        with torch.enable_grad():
+            found = {number: self._probe(number, op, args, kwargs) for number, op, args, kwargs in requests}
+        self._kept.clear()
+        peaks, self._gpu_peaks = self._gpu_peaks, {}
+        return self._answers(found, peaks)
+
+    def _answers(self, found: dict[int, Any], peaks: dict[int, int]) -> dict[int, Any]:
         answers: dict[int, Any] = {number: text for number, text in found.items() if isinstance(text, str)}
-        for number, peak in _peaks(result.events()).items():
+        for number, peak in peaks.items():
             if number not in answers:
                 shapes = {index: shape for (maker, index), shape in self._shapes.items() if maker == number}
                 answers[number] = tuple(Answer(peak, found[number], shapes))
@@ -100,21 +121,37 @@ class Prober:
             function = _operator(op)
             args, kwargs = self._stand_in(args), self._stand_in(kwargs)
             seen = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-            with torch.profiler.record_function(f"{_MARK}{number}"):
-                out = function(*args, **kwargs)
+            out = self._called(number, function, args, kwargs)
             allocated: dict[int, int] = {}
             for index, tensor in enumerate(tensors_in(out)):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 self._shapes[number, index] = (dtype, tuple(tensor.shape), tuple(tensor.stride()))
                 if tensor.untyped_storage()._cdata not in seen:
                     seen.add(tensor.untyped_storage()._cdata)
-                    allocated[index] = tensor.untyped_storage().nbytes()
+                    allocated[index] = self._counted(tensor.untyped_storage().nbytes())
                 if "rnn_layer" in op:
                     # The backward of an RNN reads the opaque workspace of its forward: only the real one will do.
                     self._kept[number, index] = tensor
             return allocated
         except Exception as error:  # any operator may refuse stand-ins: the parent reports it by name
             return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
+
+    def _called(self, number: int, function: Any, args: Any, kwargs: Any) -> Any:
+        if self._device == "cpu":
+            with torch.profiler.record_function(f"{_MARK}{number}"):
+                return function(*args, **kwargs)
+        function(*args, **kwargs)  # what libraries keep from their first call on belongs to no call
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = function(*args, **kwargs)
+        torch.cuda.synchronize()
+        self._gpu_peaks[number] = torch.cuda.max_memory_allocated() - before
+        return out
+
+    def _counted(self, num_bytes: int) -> int:
+        """A size as the device's allocator counts it: on a GPU in blocks of 512 bytes."""
+        return num_bytes if self._device == "cpu" else -(-num_bytes // 512) * 512
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, tuple) and len(value) == 5 and value[0] == "tensor":
@@ -123,6 +160,8 @@ class Prober:
             return [self._stand_in(item) for item in value]
         if isinstance(value, dict):
             return {name: self._stand_in(item) for name, item in value.items()}
+        if isinstance(value, torch.device) and self._device != "cpu":
+            return torch.device(self._device)  # fakes live on the CPU, whatever they stand for
         return value
 
     def _tensor(self, shape: Shape, origin: tuple[int, int] | None) -> torch.Tensor:
@@ -134,7 +173,7 @@ class Prober:
         extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if extent * dtype.itemsize > self._largest_bytes:
             raise MemoryError(f"an argument of {extent * dtype.itemsize} bytes is more than a probe may allocate")
-        return torch.zeros(extent, dtype=dtype).as_strided(size, stride)
+        return torch.zeros(extent, dtype=dtype, device=self._device).as_strided(size, stride)
 
 
 def _is_whole(shape: Shape, maker: torch.Tensor) -> bool:
@@ -210,7 +249,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # if the host runs out of memory, this process goes first
     settings = read_message(sys.stdin.buffer)
     torch.set_num_threads(settings["threads"])
-    prober = Prober(settings["largest_bytes"])
+    prober = Prober(settings["largest_bytes"], settings.get("device", "cpu"))
     write_message(answers_to, "ready")
     while (requests := read_message(sys.stdin.buffer)) is not None:
         write_message(answers_to, prober.run(requests))

@@ -163,3 +163,32 @@ def test_messages_pass_through_a_stream_and_its_end_is_none() -> None:
 @pytest.mark.parametrize("name", ["_prepare_profiler", "_enable_profiler", "_disable_profiler"])
 def test_torch_still_has_the_profiler_that_probing_uses(name: str) -> None:
     assert hasattr(torch._C._autograd, name), f"torch {torch.__version__}: change trace/op_probe_worker.py"
+
+
+def test_on_a_gpu_the_allocator_tells_the_peak_of_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tensors of "meta" stand for those of a GPU; torch.cuda says 10,000 bytes before, and at most 16,144 within.
+    asked: list[str] = []
+
+    def answering(name: str, answer: int | None) -> None:
+        monkeypatch.setattr(torch.cuda, name, lambda: asked.append(name) or answer)  # type: ignore[func-returns-value]
+
+    answering("synchronize", None)
+    answering("reset_peak_memory_stats", None)
+    answering("memory_allocated", 10_000)
+    answering("max_memory_allocated", 16_144)
+    prober = Prober(2**30, "meta")
+    zeros = (1, "aten.zeros.default", [[3]], {"device": torch.device("cpu")})
+    requests = [(0, "aten.cos.default", [tensor(1000)], {}), zeros]
+    answers = prober.run(requests)
+    peak, outputs, shapes = answers[0]
+    # The output has 4,000 bytes, in blocks of 512 bytes 4,096; 6,144 - 4,096 bytes are hidden.
+    assert (peak, outputs) == (6_144, {0: 4_096})
+    assert shapes[0] == ("float32", (1000,), (1,))
+    assert answers[1][1] == {0: 512}  # made where the arguments are, not on the CPU
+    assert asked[:4] == ["synchronize", "reset_peak_memory_stats", "memory_allocated", "synchronize"]
+    assert prober.run(requests) == answers
+
+
+def test_what_fails_on_a_gpu_is_named() -> None:
+    answers = Prober(3999, "meta").run([(0, "aten.cos.default", [tensor(1000)], {})])
+    assert answers[0].startswith("MemoryError: an argument of 4000 bytes")
