@@ -3,8 +3,8 @@
     python -m benchmarks.accuracy_cuda_published [--rows PATTERN] [--json PATH] [--markdown PATH]
 
 Nothing is trained and no GPU is needed: every network is rebuilt without memory and its step predicted. What a process
-holds beside torch (the CUDA context, loaded libraries) is a constant per source, taken from rows that are not judged by
-it. Ends with code 1 if a target is missed.
+holds beside torch (the CUDA context, loaded libraries) is what the source measured of it, or a constant per source
+taken from rows that are not judged by it. Ends with code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _group_cells(summary: GroupSummary) -> list[str]:
         _percent(summary.median),
         _percent(summary.percentile_95),
         "" if summary.largest_small_bytes is None else f"{summary.largest_small_bytes / MIB:.1f} MiB",
-        f"{summary.in_bracket} of {summary.judged}",
+        "" if summary.in_bracket is None else f"{summary.in_bracket} of {summary.judged}",
         _percent(summary.naive_median),
         _percent(summary.peer_median),
     ]

@@ -1,8 +1,9 @@
 """How predictions are held against published measurements: constants, errors, brackets, targets.
 
-A device total holds bytes that no allocator knows: the CUDA context and loaded libraries. They are one constant per
-source, the median of measured less predicted over rows that are not judged by it: rows of even number in their group
-give the constant for rows of odd number; where the group says so, those of odd number also give one for the even.
+A device total holds bytes that no allocator knows: the CUDA context and loaded libraries. Where the source did not
+measure or subtract them by itself they are one constant, the median of measured less predicted over rows that are not
+judged by it: rows of even number in their group give the constant for rows of odd number; where the group says so,
+those of odd number also give one for the even.
 """
 
 from __future__ import annotations
@@ -187,8 +188,9 @@ class GroupSummary:
     """Likewise."""
     largest_small_bytes: int | None
     """The largest absolute error of a small row; ``None`` without any."""
-    in_bracket: int
-    """Rows whose measurement lies in the bracket, or which rightly do not fit."""
+    in_bracket: int | None
+    """Rows whose measurement lies in the bracket, or which rightly do not fit; ``None`` where allocated bytes were
+    measured, which are no capacity."""
     right_verdicts: int
     """Rows for which the prediction says rightly whether they fit the device."""
     naive_median: float | None
@@ -298,7 +300,7 @@ def _summary(group: str, statistic: str, rows: Sequence[JudgedRow]) -> GroupSumm
         percentile_95=errors[-(-95 * len(errors) // 100) - 1] if errors else None,
         largest=errors[-1] if errors else None,
         largest_small_bytes=max(small, default=None),
-        in_bracket=sum(row.in_bracket for row in judged),
+        in_bracket=None if statistic == "peak_allocated" else sum(row.in_bracket for row in judged),
         right_verdicts=sum(row.verdict.endswith("right") for row in judged),
         naive_median=statistics.median(naive) if naive else None,
         peer_median=statistics.median(peers) if peers else None,
