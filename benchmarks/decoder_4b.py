@@ -236,6 +236,8 @@ def plans_of(data: Data, devices: Sequence[str]) -> list[PlanRow]:
             loss=next_token_loss,
             optimizer=torch.optim.AdamW,
             precision=precision,
+            # Implementations of an optimizer over weights in 16 bits are not told before the step is traced.
+            optimizer_implementation="auto" if precision == "auto" else "as-configured",
         )
         rows += [plan_row(device, precision, plan) for device, plan in found.items()]
     return sorted(rows, key=lambda row: list(devices).index(row.gpu))

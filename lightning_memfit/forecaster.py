@@ -32,6 +32,7 @@ from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import HostTarget, Prober, Target
 from lightning_memfit.trace.closure_step import trace_closure_step
+from lightning_memfit.trace.faked_step import old_objects_at_rest
 from lightning_memfit.trace.gradient_scaling import with_scaled_loss
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.optimizer_step import look_at_optimizer, trace_optimizer_step
@@ -304,10 +305,11 @@ class Forecaster:
     def _replayed_now(
         self, candidate: Candidate, variant: Variant, recorded: Recorded, step: _OptimizerStep
     ) -> MemoryBreakdown:
-        window = recorded.variants.timeline(replace(variant, zero_gradients_early=False))
-        timeline = with_optimizer_step(window, step.timeline)
-        probes = self.probe(timeline.signatures)
-        return self._target.memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
+        with old_objects_at_rest():
+            window = recorded.variants.timeline(replace(variant, zero_gradients_early=False))
+            timeline = with_optimizer_step(window, step.timeline)
+            probes = self.probe(timeline.signatures)
+            return self._target.memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
 
     def _derived(self, candidate: Candidate) -> Forecast:
         try:

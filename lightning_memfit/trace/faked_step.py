@@ -36,7 +36,7 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
     """
     try:
         with (
-            _old_objects_at_rest(),
+            old_objects_at_rest(),
             uncompiled(),
             _nothing_logged(),
             redirect_stdout(io.StringIO()),
@@ -69,7 +69,7 @@ def _nothing_logged() -> Iterator[None]:
 
 
 @contextmanager
-def _old_objects_at_rest() -> Iterator[None]:
+def old_objects_at_rest() -> Iterator[None]:
     """Garbage collections look at new objects only: a trace makes many, and those before it are as many again."""
     if gc.get_freeze_count():  # someone else's, which cannot be told apart afterwards
         yield
