@@ -85,7 +85,8 @@ class SearchSpace:
         for precision, states, implementation in itertools.product(
             self.precisions, self.optimizer_states, self.optimizer_implementations
         ):
-            if states != "as-configured" and implementation != self.optimizer_implementations[0]:
+            fixed = states != "as-configured" or precision == "bf16-true"  # in 16 bits implementations are not equal
+            if fixed and implementation != self.optimizer_implementations[0]:
                 continue
             for option in self.checkpointing:
                 setting = Setting(

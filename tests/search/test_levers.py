@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import BatchSplit, PlanRequest
-from lightning_memfit.search.levers import CheckpointingOption, SearchSpace, search_space
+from lightning_memfit.search.levers import TIERS, CheckpointingOption, SearchSpace, search_space
 
 BLOCKS = ("blocks.0", "blocks.1")
 NONE = CheckpointingOption(kind="none")
@@ -169,3 +169,16 @@ def test_quantised_states_with_a_pinned_implementation_are_an_error() -> None:
     request = PlanRequest(optimizer_states="8bit", optimizer_implementation="fused")
     with pytest.raises(ConfigurationError, match="'fused' cannot be had with optimizer_states='8bit'"):
         space_of(request)
+
+
+def test_parameters_of_16_bits_keep_the_implementation_that_they_have() -> None:
+    space = search_space(
+        PlanRequest(),
+        whole(4),
+        precisions=("bf16-true",),
+        blocks=(),
+        implementations=("foreach", "fused"),
+        states_reason="no",
+    )
+    settings = [setting for tier in TIERS for setting in space.settings(tier)]
+    assert {setting.optimizer_implementation for setting in settings} == {"as-configured"}
