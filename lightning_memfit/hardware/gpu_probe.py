@@ -104,7 +104,7 @@ def probe_gpu(
     if known is not None:
         return known
     measured = _measured(identity, device, gpu, clock)
-    if path is not None:
+    if path is not None and _is_whole(measured):
         with suppress(OSError):  # a folder that cannot be written costs a second of measuring, nothing else
             _write(path, measured)
     return measured
@@ -134,10 +134,13 @@ def with_probe(device: DeviceSpec, probe: GpuProbe) -> DeviceSpec:
     """The device with what was measured of its context in place of what was assumed."""
     if probe.context_bytes is None:
         return device
+    # What the context of a present GPU is taken to hold by now is in its capacity: no less may be taken off again.
+    held = (device.context_low_bytes or 0) if device.is_present else 0
+    context = max(probe.context_bytes, held)
     return replace(
         device,
-        context_low_bytes=probe.context_bytes,
-        context_high_bytes=probe.context_bytes,
+        context_low_bytes=context,
+        context_high_bytes=context,
         unknowns=tuple(word for word in device.unknowns if word != "context"),
     )
 
@@ -179,6 +182,11 @@ def _measured(
         flops=flops,
         bandwidth_bytes_per_second=round(2 * COPIED_BYTES / seconds) if seconds else None,
     )
+
+
+def _is_whole(probe: GpuProbe) -> bool:
+    """Whether there was room for everything: what others left no room for is measured the next time."""
+    return "fp32" in probe.flops and probe.bandwidth_bytes_per_second is not None
 
 
 def _has(device: DeviceSpec, kind: str) -> bool:
@@ -231,12 +239,14 @@ class TorchGpu:
         into = torch.empty_like(matrix)
 
         def multiply() -> None:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+            # Not torch.get_float32_matmul_precision, which raises once the user has set what is set here.
+            products = torch.backends.cuda.matmul
+            before = products.fp32_precision
+            products.fp32_precision = "tf32" if kind == "tf32" else "ieee"
             try:
                 torch.mm(matrix, matrix, out=into)
             finally:
-                torch.set_float32_matmul_precision(before)
+                products.fp32_precision = before
 
         return multiply
 

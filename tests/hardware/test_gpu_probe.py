@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,16 @@ def test_where_memory_is_short_nothing_is_made_up() -> None:
     probe = probed(FakeGpu(room_bytes=1000))
     assert (probe.flops, probe.bandwidth_bytes_per_second) == ({}, None)
     assert probed_rates(probe) is None
+
+
+def test_what_there_was_no_room_for_is_measured_the_next_time(tmp_path: Path) -> None:
+    probed(FakeGpu(room_bytes=1000), tmp_path)
+    assert probed(FakeGpu(), tmp_path).bandwidth_bytes_per_second is not None
+
+
+def test_a_context_that_has_grown_since_the_probe_is_taken_off_whole() -> None:
+    grown = dataclasses.replace(A100, is_present=True, context_low_bytes=900_000_000, context_high_bytes=950_000_000)
+    assert with_probe(grown, probed(FakeGpu())).context_high_bytes == 900_000_000  # the probe saw 500,000,000
 
 
 def test_other_errors_pass_through() -> None:
