@@ -6,6 +6,7 @@ Nothing here has been run on a GPU yet: tests use a stand-in for ``torch.cuda``.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -98,7 +99,10 @@ def memory_limited(device: torch.device, limit_bytes: int, *, cuda: Any = torch.
     total = int(cuda.get_device_properties(device).total_memory)
     ask = getattr(cuda, "get_per_process_memory_fraction", None)
     before = 1.0 if ask is None else float(ask(device))
-    cuda.set_per_process_memory_fraction(min(before, limit_bytes / total), device)
+    share = limit_bytes / total
+    if int(share * total) < limit_bytes:  # as torch computes it back: a byte less would fail a plan that just fits
+        share = math.nextafter(share, math.inf)
+    cuda.set_per_process_memory_fraction(min(before, share), device)
     try:
         yield
     finally:

@@ -84,6 +84,13 @@ def test_the_limit_is_a_share_of_the_total_and_is_taken_back() -> None:
     assert cuda.fraction == 1.0
 
 
+def test_the_limit_is_not_a_byte_short_of_what_was_asked_for() -> None:
+    cuda = FakeCuda()
+    for limit in range(20 * GIB, 20 * GIB + 100):
+        with memory_limited(GPU, limit, cuda=cuda):
+            assert int(cuda.fraction * 80 * GIB) == limit
+
+
 def test_the_limit_is_taken_back_after_an_error() -> None:
     cuda = FakeCuda(fraction=0.5)
     with pytest.raises(torch.OutOfMemoryError), memory_limited(GPU, 20 * GIB, cuda=cuda):
