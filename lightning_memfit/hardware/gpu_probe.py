@@ -163,7 +163,7 @@ def _measured(
     identity: tuple[str, str, str], device: DeviceSpec, gpu: ProbedGpu, clock: Callable[[], float]
 ) -> GpuProbe:
     end = clock() + _SECONDS
-    workspace = gpu.workspace_bytes()
+    workspace = _unless_memory_is_short(gpu.workspace_bytes)
     flops: dict[str, int] = {}
     for kind in _PRODUCTS:
         if not _has(device, kind):
@@ -172,16 +172,29 @@ def _measured(
         if seconds:
             flops[kind] = round(2 * SIDE**3 / seconds)
     seconds = _fastest(lambda: gpu.copy(COPIED_BYTES), gpu, end, clock)
-    gpu.convolution()
+
+    def context_bytes() -> int | None:
+        gpu.convolution()
+        return gpu.context_bytes()
+
     return GpuProbe(
         gpu=identity[0],
         driver=identity[1],
         torch_version=identity[2],
-        context_bytes=gpu.context_bytes(),
+        context_bytes=_unless_memory_is_short(context_bytes),
         workspace_bytes=workspace,
         flops=flops,
         bandwidth_bytes_per_second=round(2 * COPIED_BYTES / seconds) if seconds else None,
     )
+
+
+def _unless_memory_is_short(measure: Callable[[], int | None]) -> int | None:
+    try:
+        return measure()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def _is_whole(probe: GpuProbe) -> bool:

@@ -113,6 +113,19 @@ def test_a_context_that_has_grown_since_the_probe_is_taken_off_whole() -> None:
     assert with_probe(grown, probed(FakeGpu())).context_high_bytes == 900_000_000  # the probe saw 500,000,000
 
 
+def test_a_full_gpu_is_told_by_its_budget_and_not_by_the_probe() -> None:
+    class Full(FakeGpu):
+        def workspace_bytes(self) -> int | None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        def convolution(self) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    probe = probed(Full(room_bytes=1000))
+    assert (probe.workspace_bytes, probe.context_bytes) == (None, None)
+    assert with_probe(A100, probe) is A100
+
+
 def test_other_errors_pass_through() -> None:
     class Broken(FakeGpu):
         def copy(self, num_bytes: int) -> Callable[[], None]:
