@@ -1,4 +1,4 @@
-"""Measure and limit the caching allocator of a GPU during the warm-up.
+"""Measure and limit the caching allocator of a GPU during the warm-up, and wait for the GPU.
 
 Nothing here has been run on a GPU yet: tests use a stand-in for ``torch.cuda``.
 """
@@ -107,6 +107,12 @@ def memory_limited(device: torch.device, limit_bytes: int, *, cuda: Any = torch.
         yield
     finally:
         cuda.set_per_process_memory_fraction(before, device)
+
+
+def wait_for(device: torch.device, *, cuda: Any = torch.cuda) -> None:
+    """Wait until a GPU has done all that it was asked for, so that a clock sees its work; a host is never behind."""
+    if device.type == "cuda":
+        cuda.synchronize(device)
 
 
 def meter_of(device: torch.device) -> Callable[[int], Meter]:
