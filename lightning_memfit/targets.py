@@ -152,7 +152,10 @@ def target_of(device: DeviceSpec) -> Target:
     major, minor = (8, 0) if capability is None else capability[:2]
     return CudaTarget(
         architecture=CudaArchitecture(
-            compute_capability=(major, minor), multiprocessors=device.multiprocessors, torch_minor=_torch_minor()
+            compute_capability=(major, minor),
+            multiprocessors=device.multiprocessors,
+            torch_minor=_torch_minor(),
+            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         ),
         settings=AllocatorSettings.from_text(device.allocator_settings or ""),
     )

@@ -29,6 +29,7 @@ from lightning_memfit.preconditions import check_trainer
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.preparation import Preparation
 from lightning_memfit.run_forecaster import forecaster_of
+from lightning_memfit.validate import warmup
 from lightning_memfit.validate.arrived_batch import arrived_batch
 
 A100 = catalog_device("a100-40gb")
@@ -112,6 +113,17 @@ def test_a_batch_that_is_planned_with_stays_on_the_host() -> None:
     arrived = arrived_batch(trainer, module, torch.ones(2, 2))
     assert arrived.failure is None
     assert arrived.batch.device.type == "cpu"
+
+
+def test_the_clock_of_a_warm_up_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    run: Any = SimpleNamespace(
+        trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0))),
+        _training_batch=lambda batch, index: seen.append("batch"),
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(f"waited for {device}"))
+    assert warmup._WarmUp._timed_batch(run, None, 0) >= 0
+    assert seen == ["waited for cuda:0", "batch", "waited for cuda:0"]
 
 
 def test_one_gpu_is_driven() -> None:

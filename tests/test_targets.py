@@ -67,6 +67,13 @@ def test_the_allocator_is_set_up_as_the_environment_says() -> None:
         target_of(dataclasses.replace(device, allocator_settings="backend:cudaMallocAsync"))
 
 
+def test_deterministic_algorithms_are_counted_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    target = target_of(catalog_device("a100-40gb"))
+    assert isinstance(target, CudaTarget)
+    assert target.architecture.deterministic_algorithms
+
+
 def test_every_gpu_of_the_catalogue_can_be_forecast_for() -> None:
     for model in catalog():
         assert target_of(catalog_device(model.key)).rules.device_type == "cuda"

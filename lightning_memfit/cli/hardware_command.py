@@ -13,6 +13,7 @@ from lightning_memfit.cli.documents import hardware_document
 from lightning_memfit.hardware.catalog import catalog, catalog_sources
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.torch_driver import TorchDriver
 from lightning_memfit.report.device_words import UNKNOWN_WORDS, device_words
 from lightning_memfit.report.pieces import facts_table, title
 from lightning_memfit.units import format_bytes
@@ -54,9 +55,7 @@ def run_hardware(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
 
 def _here() -> list[str]:
     """This machine's devices: its GPUs, and the host."""
-    import torch
-
-    return [*(f"cuda:{index}" for index in range(torch.cuda.device_count())), "cpu"]
+    return [*(f"cuda:{index}" for index in range(TorchDriver().device_count())), "cpu"]
 
 
 def _entry(name: str, device: DeviceSpec, *, with_sources: bool) -> dict[str, Any]:

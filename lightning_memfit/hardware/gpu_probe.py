@@ -104,7 +104,7 @@ def probe_gpu(
     if known is not None:
         return known
     measured = _measured(identity, device, gpu, clock)
-    if path is not None:
+    if path is not None and _is_whole(measured):
         with suppress(OSError):  # a folder that cannot be written costs a second of measuring, nothing else
             _write(path, measured)
     return measured
@@ -134,10 +134,13 @@ def with_probe(device: DeviceSpec, probe: GpuProbe) -> DeviceSpec:
     """The device with what was measured of its context in place of what was assumed."""
     if probe.context_bytes is None:
         return device
+    # What the context of a present GPU is taken to hold by now is in its capacity: no less may be taken off again.
+    held = (device.context_low_bytes or 0) if device.is_present else 0
+    context = max(probe.context_bytes, held)
     return replace(
         device,
-        context_low_bytes=probe.context_bytes,
-        context_high_bytes=probe.context_bytes,
+        context_low_bytes=context,
+        context_high_bytes=context,
         unknowns=tuple(word for word in device.unknowns if word != "context"),
     )
 
@@ -160,7 +163,7 @@ def _measured(
     identity: tuple[str, str, str], device: DeviceSpec, gpu: ProbedGpu, clock: Callable[[], float]
 ) -> GpuProbe:
     end = clock() + _SECONDS
-    workspace = gpu.workspace_bytes()
+    workspace = _unless_memory_is_short(gpu.workspace_bytes)
     flops: dict[str, int] = {}
     for kind in _PRODUCTS:
         if not _has(device, kind):
@@ -169,16 +172,34 @@ def _measured(
         if seconds:
             flops[kind] = round(2 * SIDE**3 / seconds)
     seconds = _fastest(lambda: gpu.copy(COPIED_BYTES), gpu, end, clock)
-    gpu.convolution()
+
+    def context_bytes() -> int | None:
+        gpu.convolution()
+        return gpu.context_bytes()
+
     return GpuProbe(
         gpu=identity[0],
         driver=identity[1],
         torch_version=identity[2],
-        context_bytes=gpu.context_bytes(),
+        context_bytes=_unless_memory_is_short(context_bytes),
         workspace_bytes=workspace,
         flops=flops,
         bandwidth_bytes_per_second=round(2 * COPIED_BYTES / seconds) if seconds else None,
     )
+
+
+def _unless_memory_is_short(measure: Callable[[], int | None]) -> int | None:
+    try:
+        return measure()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _is_whole(probe: GpuProbe) -> bool:
+    """Whether there was room for everything: what others left no room for is measured the next time."""
+    return "fp32" in probe.flops and probe.bandwidth_bytes_per_second is not None
 
 
 def _has(device: DeviceSpec, kind: str) -> bool:
@@ -231,12 +252,14 @@ class TorchGpu:
         into = torch.empty_like(matrix)
 
         def multiply() -> None:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+            # Not torch.get_float32_matmul_precision, which raises once the user has set what is set here.
+            products = torch.backends.cuda.matmul
+            before = products.fp32_precision
+            products.fp32_precision = "tf32" if kind == "tf32" else "ieee"
             try:
                 torch.mm(matrix, matrix, out=into)
             finally:
-                torch.set_float32_matmul_precision(before)
+                products.fp32_precision = before
 
         return multiply
 

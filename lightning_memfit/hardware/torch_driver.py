@@ -82,7 +82,10 @@ class TorchDriver:
                 ]
             except nvml.NVMLError:
                 return None
-        held = {int(each.pid): None if each.usedGpuMemory is None else int(each.usedGpuMemory) for each in listed}
+        held: dict[int, int | None] = {}
+        for each in listed:  # one that computes and draws is listed twice, and perhaps with its bytes once
+            pid, size = int(each.pid), each.usedGpuMemory
+            held[pid] = held.get(pid) if size is None else int(size)
         return tuple(Neighbour(pid=pid, held_bytes=size) for pid, size in sorted(held.items()))
 
     def spills(self, uuid: str | None) -> bool:

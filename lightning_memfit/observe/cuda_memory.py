@@ -1,4 +1,4 @@
-"""Measure and limit the caching allocator of a GPU during the warm-up.
+"""Measure and limit the caching allocator of a GPU during the warm-up, and wait for the GPU.
 
 Nothing here has been run on a GPU yet: tests use a stand-in for ``torch.cuda``.
 """
@@ -6,6 +6,7 @@ Nothing here has been run on a GPU yet: tests use a stand-in for ``torch.cuda``.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -98,11 +99,20 @@ def memory_limited(device: torch.device, limit_bytes: int, *, cuda: Any = torch.
     total = int(cuda.get_device_properties(device).total_memory)
     ask = getattr(cuda, "get_per_process_memory_fraction", None)
     before = 1.0 if ask is None else float(ask(device))
-    cuda.set_per_process_memory_fraction(min(before, limit_bytes / total), device)
+    share = limit_bytes / total
+    if int(share * total) < limit_bytes:  # as torch computes it back: a byte less would fail a plan that just fits
+        share = math.nextafter(share, math.inf)
+    cuda.set_per_process_memory_fraction(min(before, share), device)
     try:
         yield
     finally:
         cuda.set_per_process_memory_fraction(before, device)
+
+
+def wait_for(device: torch.device, *, cuda: Any = torch.cuda) -> None:
+    """Wait until a GPU has done all that it was asked for, so that a clock sees its work; a host is never behind."""
+    if device.type == "cuda":
+        cuda.synchronize(device)
 
 
 def meter_of(device: torch.device) -> Callable[[int], Meter]:

@@ -69,7 +69,8 @@ def _anatomy(forecast: Forecast) -> Table:
     table.add_row("sum" if not correction else "sum, raw", *_sized(peak, peak, memory), style="bold")
     if correction:
         table.add_row("correction by the warm-up", signed_bytes(correction), "", "")
-        table.add_row("predicted peak", format_bytes(forecast.predicted_peak_bytes), "", "", style="bold")
+        what = "predicted peak" if memory.minimum_feasible_bytes is None else "least reserved, corrected"
+        table.add_row(what, format_bytes(forecast.predicted_peak_bytes), "", "", style="bold")
     return table
 
 

@@ -218,7 +218,7 @@ def _comparison(plan: Plan, measurement: Measurement) -> Table:
     table.add_row(raw, *_against(memory.peak_allocated_bytes, training))
     if correction:
         table.add_row(
-            "allocated peak, training, corrected", *_against(plan.forecast.predicted_training_peak_bytes, training)
+            "allocated peak, training, corrected", *_against(memory.peak_allocated_bytes + correction, training)
         )
     evaluation = measurement.measured_evaluation_peak_bytes
     if evaluation is not None:

@@ -20,7 +20,7 @@ Backend = Literal["flash", "efficient", "cudnn", "math"]
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_MASK_ALIGNMENT_BYTES = 16
+_MASK_ALIGNMENT = 16  # elements
 _LARGEST_FLASH_HEAD, _LARGEST_CUDNN_HEAD = 256, 128
 
 
@@ -232,7 +232,7 @@ def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) 
     if mask is None:
         return None
     keys = mask.size(-1)
-    missing = -keys % _MASK_ALIGNMENT_BYTES
+    missing = -keys % _MASK_ALIGNMENT
     if missing and not (keys == 1 and key.size(-2) != 1):
         mask = torch.nn.functional.pad(mask, (0, missing))[..., :keys]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

@@ -108,7 +108,7 @@ _parameters = _CastParameters()
 def cuda_autocast() -> Iterator[None]:
     """Within this context autocast on the CPU casts what autocast on CUDA does.
 
-    Code that asks for ``torch.autocast("cuda")`` gets it.
+    Code that asks for ``torch.autocast("cuda")`` gets it, with CUDA's default dtype where it names none.
     """
     autocast = torch.amp.autocast_mode.autocast
     with (
@@ -120,8 +120,10 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _of_the_fakes(constructor: Any) -> Any:
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        constructor(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        constructor(self, device_type, dtype, *args, **kwargs)
 
     return init
 

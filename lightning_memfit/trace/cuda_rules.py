@@ -54,11 +54,12 @@ class CudaRules:
         return _with_float32_statistics(out) if func in _BATCH_NORMS else out
 
     def is_on_host(self, func: Any, tensor: torch.Tensor, *, from_host: bool) -> bool:
-        """Whether a result stays on the host: a number made without a device, or computed from such numbers alone.
+        """Whether a result stays on the host: a number made without a device, or one computed from such numbers alone.
 
-        Ignores: other tensors that user code makes on the host and moves later; they count as made on the device.
+        Ignores: other tensors that user code makes on the host and moves later; they count as made on the device, and
+        so do those of several elements made of a number, which may have been moved without a trace.
         """
-        return from_host or (func in _MADE_OF_NUMBERS and tensor.dim() == 0)
+        return (from_host and tensor.numel() == 1) or (func in _MADE_OF_NUMBERS and tensor.dim() == 0)
 
     def behaviour(self) -> AbstractContextManager[None]:
         """Within this context torch takes CUDA's branches."""

@@ -249,7 +249,10 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # if the host runs out of memory, this process goes first
     settings = read_message(sys.stdin.buffer)
     torch.set_num_threads(settings["threads"])
-    prober = Prober(settings["largest_bytes"], settings.get("device", "cpu"))
+    device = settings.get("device", "cpu")
+    if device != "cpu":
+        torch.cuda.set_device(device)  # whose allocator is asked for peaks
+    prober = Prober(settings["largest_bytes"], device)
     write_message(answers_to, "ready")
     while (requests := read_message(sys.stdin.buffer)) is not None:
         write_message(answers_to, prober.run(requests))

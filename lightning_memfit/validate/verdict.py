@@ -37,8 +37,9 @@ def judge(forecast: Forecast, measurement: Measurement | None, budget: Budget) -
     """
     predicted = forecast.memory.peak_allocated_bytes
     if measurement is None:
-        assumed = int(max(budget.budget_bytes, predicted) * (1 + OUT_OF_MEMORY_SHARE)) + 1
-        return Verdict(fits=False, correction_bytes=assumed - predicted, reason="the warm-up ran out of memory")
+        least = forecast.memory.least_bytes  # what the correction is added to
+        assumed = int(max(budget.budget_bytes, least) * (1 + OUT_OF_MEMORY_SHARE)) + 1
+        return Verdict(fits=False, correction_bytes=assumed - least, reason="the warm-up ran out of memory")
     measured = measurement.measured_peak_allocated_bytes
     over = measured - budget.budget_bytes
     reason = f"measured {format_bytes(measured)} of {format_bytes(budget.budget_bytes)}"

@@ -23,6 +23,7 @@ import torch
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.errors import UnsupportedError, is_out_of_memory
 from lightning_memfit.observe.callbacks import callback_bytes
+from lightning_memfit.observe.cuda_memory import wait_for
 from lightning_memfit.observe.grown_states import let_states_grow
 from lightning_memfit.observe.logger_stand_ins import loggers_standing_in
 from lightning_memfit.observe.meter import AllocationMeter, Meter, storage_bytes
@@ -262,9 +263,7 @@ class _WarmUp:
         for index in range(accumulate):
             epoch_loop.batch_progress.current.ready = index + 1
             epoch_loop.batch_progress.is_last_batch = index + 1 == accumulate
-            start = perf_counter()
-            self._training_batch(batch, index)
-            seconds += perf_counter() - start
+            seconds += self._timed_batch(batch, index)
             untouched.restore()  # a step that changes its batch in place would not find it again
             if not epoch_loop._should_accumulate():  # an epoch shorter than a window steps early
                 break
@@ -277,13 +276,20 @@ class _WarmUp:
             while number < 2 or (waited_for and number < MOST_BATCHES):
                 index = index_in_epoch(self.trainer, number)
                 progress.current.ready = index + 1
-                start = perf_counter()
-                self._training_batch(batch, index)
-                seconds += perf_counter() - start
+                seconds += self._timed_batch(batch, index)
                 untouched.restore()
                 number += 1
             self.gave_loss.append(not waited_for)
         return seconds / number
+
+    def _timed_batch(self, batch: Any, index: int) -> float:
+        """Run a batch; seconds until the device has done all that it was asked for."""
+        device = self.trainer.strategy.root_device
+        wait_for(device)
+        start = perf_counter()
+        self._training_batch(batch, index)
+        wait_for(device)
+        return perf_counter() - start
 
     def _training_batch(self, batch: Any, index: int) -> None:
         trainer, epoch_loop = self.trainer, self.trainer.fit_loop.epoch_loop

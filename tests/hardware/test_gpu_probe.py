@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,29 @@ def test_where_memory_is_short_nothing_is_made_up() -> None:
     probe = probed(FakeGpu(room_bytes=1000))
     assert (probe.flops, probe.bandwidth_bytes_per_second) == ({}, None)
     assert probed_rates(probe) is None
+
+
+def test_what_there_was_no_room_for_is_measured_the_next_time(tmp_path: Path) -> None:
+    probed(FakeGpu(room_bytes=1000), tmp_path)
+    assert probed(FakeGpu(), tmp_path).bandwidth_bytes_per_second is not None
+
+
+def test_a_context_that_has_grown_since_the_probe_is_taken_off_whole() -> None:
+    grown = dataclasses.replace(A100, is_present=True, context_low_bytes=900_000_000, context_high_bytes=950_000_000)
+    assert with_probe(grown, probed(FakeGpu())).context_high_bytes == 900_000_000  # the probe saw 500,000,000
+
+
+def test_a_full_gpu_is_told_by_its_budget_and_not_by_the_probe() -> None:
+    class Full(FakeGpu):
+        def workspace_bytes(self) -> int | None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        def convolution(self) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    probe = probed(Full(room_bytes=1000))
+    assert (probe.workspace_bytes, probe.context_bytes) == (None, None)
+    assert with_probe(A100, probe) is A100
 
 
 def test_other_errors_pass_through() -> None:

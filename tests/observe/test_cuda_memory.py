@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memfit.observe.cuda_memory import CudaMeter, limit_of, memory_limited, meter_of
+from lightning_memfit.observe.cuda_memory import CudaMeter, limit_of, memory_limited, meter_of, wait_for
 from lightning_memfit.observe.meter import AllocationMeter
 
 GPU = torch.device("cuda", 0)
@@ -77,11 +77,26 @@ def test_after_an_error_the_device_is_not_asked() -> None:
     assert meter.peak_reserved_bytes is None
 
 
+def test_a_gpu_is_waited_for_and_a_host_is_not() -> None:
+    cuda = FakeCuda()
+    wait_for(torch.device("cpu"), cuda=cuda)
+    assert cuda.asked == []
+    wait_for(GPU, cuda=cuda)
+    assert cuda.asked == ["synchronize"]
+
+
 def test_the_limit_is_a_share_of_the_total_and_is_taken_back() -> None:
     cuda = FakeCuda()
     with memory_limited(GPU, 20 * GIB, cuda=cuda):
         assert cuda.fraction == 0.25
     assert cuda.fraction == 1.0
+
+
+def test_the_limit_is_not_a_byte_short_of_what_was_asked_for() -> None:
+    cuda = FakeCuda()
+    for limit in range(20 * GIB, 20 * GIB + 100):
+        with memory_limited(GPU, limit, cuda=cuda):
+            assert int(cuda.fraction * 80 * GIB) == limit
 
 
 def test_the_limit_is_taken_back_after_an_error() -> None:

@@ -216,6 +216,15 @@ def test_the_corrected_prediction_stands_below_the_raw_one(plan: Plan, measureme
     assert row(text, "allocated peak, training, corrected")[1:] == ["562.0 MiB", "561.0 MiB", "+1.000 MiB", "+0.18 %"]
 
 
+def test_of_a_gpu_the_corrected_prediction_is_one_of_allocated_bytes(plan: Plan, measurement: Measurement) -> None:
+    memory = dataclasses.replace(plan.forecast.memory, peak_reserved_bytes=640 * MIB, minimum_feasible_bytes=600 * MIB)
+    forecast = dataclasses.replace(plan.forecast, memory=memory, correction_bytes=1 * MIB)
+    corrected = dataclasses.replace(plan, forecast=forecast)
+    text = rendered(measurement_renderable(corrected, measurement))
+    assert row(text, "allocated peak, training, corrected")[1:] == ["561.0 MiB", "561.0 MiB", "0 B", "0.00 %"]
+    assert row(rendered(plan_renderable(corrected)), "least reserved, corrected")[1] == "601.0 MiB"  # 600 + 1
+
+
 def test_use_of_the_budget_and_step_time_are_shown(plan: Plan, measurement: Measurement) -> None:
     text = in_one_line(rendered(measurement_renderable(plan, measurement), width=80))
     # 561 / 700 = 80.14 %

@@ -85,6 +85,15 @@ def test_layer_norm_softmax_and_sums_are_float32_and_products_are_not() -> None:
     }
 
 
+def test_autocast_without_a_dtype_has_the_one_of_cuda() -> None:
+    tensor = torch.ones(4, 8)
+    with cuda_autocast():
+        with torch.autocast("cuda"):
+            assert F.linear(tensor, torch.ones(8, 8)).dtype is torch.float16
+        with torch.autocast("cpu"):
+            assert F.linear(tensor, torch.ones(8, 8)).dtype is torch.bfloat16
+
+
 def test_cross_entropy_keeps_16_bits_up_to_the_logarithms_of_probabilities() -> None:
     # On the CPU cross_entropy_loss has a rule of its own; on CUDA its parts have: log_softmax is told its dtype.
     logits, targets = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)

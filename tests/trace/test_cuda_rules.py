@@ -75,6 +75,16 @@ def test_step_counters_count_where_they_are_on_the_device(optimizer: OptimizerFa
     assert len(states) == 4 + counters
 
 
+def test_what_is_filled_with_a_number_counts_as_on_the_device() -> None:
+    def loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        factors = torch.tensor(0.5, device=batch.device).expand(10, 100).contiguous()
+        return (module(batch) * factors).sum()
+
+    timeline = _traced(nn.Linear(10, 100), torch.zeros(10, 10), loss)
+    made = next(e for e in timeline.events if isinstance(e, Operation) and "clone" in e.op)
+    assert [output.allocated_bytes for output in made.outputs] == [4000]  # 10 x 100 x 4
+
+
 def test_optimizers_take_lists_of_tensors_by_themselves() -> None:
     module, batch = nn.Linear(10, 100), torch.zeros(10, 10)
     on_gpu = _operators(_traced(module, batch, lambda m, x: m(x).sum(), optimizer=torch.optim.AdamW))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Measurement, MemoryBreakdown, balanced_slices
 from lightning_memfit.validate.verdict import expected_correction, judge
 
@@ -46,6 +48,15 @@ def test_a_warm_up_that_ran_out_of_memory_is_taken_to_be_above_budget_and_predic
     assert judge(forecast(900), None, BUDGET).correction_bytes == 201  # 1000 x 1.1 + 1 - 900
     assert judge(forecast(2000), None, BUDGET).correction_bytes == 201  # 2000 x 1.1 + 1 - 2000
     assert not judge(forecast(1), None, BUDGET).fits
+
+
+def test_a_warm_up_that_ran_out_of_memory_on_a_gpu_is_compared_with_what_must_be_reserved() -> None:
+    raw = forecast(700)
+    memory = replace(raw.memory, peak_reserved_bytes=950, minimum_feasible_bytes=900)
+    verdict = judge(replace(raw, memory=memory), None, BUDGET)
+    assert verdict.correction_bytes == 201  # 1000 x 1.1 + 1 - 900
+    corrected = replace(raw, memory=memory, correction_bytes=verdict.correction_bytes)
+    assert corrected.predicted_peak_bytes == 1101
 
 
 def test_nothing_is_corrected_before_a_warm_up() -> None:
