@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -298,18 +298,19 @@ class Forecaster:
             step = self._step(candidate, recorded.gradients)
         except NotDerivableError:
             return None
-        key = "replayed", candidate, self._target.counts_like, recorded.key, step.key
-        memory = self._shared.once(key, lambda: self._replayed_now(candidate, variant, recorded, step))
+        timeline = cache(lambda: _timeline_of(variant, recorded, step))  # large: made only where it is not known yet
+        signatures = self._shared.once(("signatures", candidate, recorded.key, step.key), lambda: timeline().signatures)
+        probes = self.probe(signatures)  # also of sizes that were not recorded
+        early = candidate.zero_gradients_early
+        memory = self._shared.once(
+            ("replayed", candidate, self._target.counts_like, recorded.key, step.key, probes_key(probes.results)),
+            lambda: self._counted(timeline(), probes, zero_gradients_early=early),
+        )
         return replace(derived, memory=memory.beside(self.callback_bytes), confirmed=True)
 
-    def _replayed_now(
-        self, candidate: Candidate, variant: Variant, recorded: Recorded, step: _OptimizerStep
-    ) -> MemoryBreakdown:
+    def _counted(self, timeline: Timeline, probes: Probes, *, zero_gradients_early: bool) -> MemoryBreakdown:
         with old_objects_at_rest():
-            window = recorded.variants.timeline(replace(variant, zero_gradients_early=False))
-            timeline = with_optimizer_step(window, step.timeline)
-            probes = self.probe(timeline.signatures)
-            return self._target.memory(timeline, probes.results, zero_gradients_early=candidate.zero_gradients_early)
+            return self._target.memory(timeline, probes.results, zero_gradients_early=zero_gradients_early)
 
     def _derived(self, candidate: Candidate) -> Forecast:
         try:
@@ -449,6 +450,12 @@ class _OptimizerStep(NamedTuple):
     seconds: StepSeconds | None
     notes: tuple[str, ...]
     key: Hashable
+
+
+def _timeline_of(variant: Variant, recorded: Recorded, step: _OptimizerStep) -> Timeline:
+    with old_objects_at_rest():
+        window = recorded.variants.timeline(replace(variant, zero_gradients_early=False))
+        return with_optimizer_step(window, step.timeline)
 
 
 def _whole(window: VariantSeconds | None, variant: Variant, step: StepSeconds | None) -> float | None:

@@ -11,7 +11,7 @@ import torch
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import MemoryBreakdown, Phase
 from lightning_memfit.predict.allocator_settings import AllocatorSettings
-from lightning_memfit.predict.cuda_memory import predict_cuda_memory, rounded_bytes
+from lightning_memfit.predict.cuda_memory import predict_cuda_memory
 from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, hidden_bytes, library_workspaces
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.cpu_rules import CpuRules
@@ -20,6 +20,7 @@ from lightning_memfit.trace.cuda_rules import CudaRules
 from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.timeline import Operation, ProbeResult, Signature, Timeline
+from lightning_memfit.units import MIB
 
 _PRODUCTS: tuple[tuple[str, Phase], ...] = (("aten.mm.default", "forward"), ("aten.mm.default", "backward"))
 _PRODUCTS_WITH_BIAS: tuple[tuple[str, Phase], ...] = (
@@ -79,6 +80,8 @@ class CudaTarget:
     """What decides how it computes."""
     settings: AllocatorSettings = field(default_factory=AllocatorSettings)
     """How the allocator is set up."""
+    allowed_bytes: int | None = None
+    """What torch allows itself, where a memory fraction is set."""
 
     @property
     def rules(self) -> DeviceRules:
@@ -88,12 +91,18 @@ class CudaTarget:
     @property
     def kept_bytes(self) -> int:
         """Workspaces of a step that multiplies matrices in its forward and in its backward."""
-        return sum(rounded_bytes(each.high_bytes) for each in library_workspaces(_PRODUCTS, self.architecture))
+        return sum(
+            self.settings.rounded_bytes(each.high_bytes) for each in library_workspaces(_PRODUCTS, self.architecture)
+        )
 
     @property
     def counts_like(self) -> Hashable:
         """The allocator, and the workspaces of libraries; a timeline decides which of them it needs."""
-        return self.settings, library_workspaces((*_PRODUCTS, *_PRODUCTS_WITH_BIAS), self.architecture)
+        return (
+            self.settings,
+            self.allowed_bytes,
+            library_workspaces((*_PRODUCTS, *_PRODUCTS_WITH_BIAS), self.architecture),
+        )
 
     def memory(
         self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
@@ -105,6 +114,7 @@ class CudaTarget:
             zero_gradients_early=zero_gradients_early,
             workspaces=library_workspaces(_operators(timeline), self.architecture),
             settings=self.settings,
+            allowed_bytes=self.allowed_bytes,
         )
 
 
@@ -119,17 +129,28 @@ class FormulaProber:
         self._architecture = architecture
 
     def probe(self, signatures: Sequence[Signature]) -> Probes:
-        """Results for the signatures that a formula covers; of an interval its lower end."""
-        results = {}
+        """Results for the signatures that a formula covers; of an interval its lower end.
+
+        Where that is nothing, and more than a mebibyte may be taken, the operator is named as one that is left out.
+        """
+        results, left_out = {}, {}
         for number, signature in enumerate(signatures):
             hidden = hidden_bytes(signature, self._architecture)
             if hidden is not None and hidden.low_bytes:
                 results[number] = ProbeResult(peak_bytes=0, output_bytes={}, hidden_bytes=hidden.low_bytes)
-        return Probes(results=results)
+            elif hidden is not None and hidden.high_bytes > MIB:
+                left_out[signature.op] = f"its library decides: {hidden.reason}"
+        return Probes(results=results, failures=left_out)
 
 
 def _operators(timeline: Timeline) -> Iterator[tuple[str, Phase]]:
     return ((event.op, event.phase) for event in timeline.events if isinstance(event, Operation))
+
+
+def _allowed_bytes(device: DeviceSpec) -> int | None:
+    if device.memory_fraction is None or device.total_bytes is None:
+        return None
+    return int(device.memory_fraction * device.total_bytes)
 
 
 def _torch_minor() -> tuple[int, int]:
@@ -158,4 +179,5 @@ def target_of(device: DeviceSpec) -> Target:
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         ),
         settings=AllocatorSettings.from_text(device.allocator_settings or ""),
+        allowed_bytes=_allowed_bytes(device),
     )

@@ -191,3 +191,49 @@ def test_a_step_that_cannot_be_traced_is_not_measured_on_the_host_instead() -> N
 def test_an_unknown_device_names_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="could mean 4 GPUs of the catalogue"):
         forecast(Net(), BATCH, loss=loss, optimizer=torch.optim.AdamW, device="a100")
+
+
+def test_rounding_that_the_allocator_is_told_to_do_is_in_the_allocated_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 3,000 x 3,000 parameters: 36,000,000 bytes lie between 32 and 64 MiB, and become 48 MiB if rounded to halves.
+    peaks = []
+    for text in ("", "roundup_power2_divisions:2"):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
+        memory = forecast(
+            nn.Linear(3000, 3000, bias=False),
+            torch.zeros(4, 3000),
+            loss=lambda module, x: module(x).sum(),
+            optimizer=torch.optim.AdamW,
+            device="a100-40gb",
+        )
+        peaks.append(memory.by_category["parameters"])
+        assert memory.peak_reserved_bytes is not None
+        assert memory.peak_allocated_bytes <= memory.peak_reserved_bytes
+    assert peaks == [36_000_256, 48 * MIB]
+
+
+def test_a_memory_fraction_in_the_allocators_settings_caps_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "per_process_memory_fraction:0.25")
+    device = detect_device("a100-40gb")
+    whole = catalog_device("a100-40gb").capacity_bytes
+    assert device.capacity_bytes == whole // 4
+    target = target_of(device)
+    assert isinstance(target, CudaTarget)
+    assert target.allowed_bytes == whole // 4
+
+
+def test_convolutions_are_named_as_left_out() -> None:
+    from lightning_memfit.forecaster import Forecaster
+    from lightning_memfit.plan import BatchSplit, Candidate
+    from lightning_memfit.trace.training_step import program_of
+
+    target = target_of(catalog_device("a100-40gb"))
+    assert isinstance(target, CudaTarget)
+    forecaster = Forecaster(
+        program_of(nn.Conv2d(64, 64, 3), loss=lambda module, x: module(x).sum(), optimizer=torch.optim.SGD),
+        torch.zeros(64, 64, 64, 64),
+        prober=FormulaProber(target.architecture),
+        target=target,
+    )
+    split = BatchSplit(effective_batch_size=64, loader_batch_size=64, slice_sizes=(64,))
+    notes = forecaster(Candidate(precision="32-true", split=split)).notes
+    assert any(note.startswith("aten.convolution.default could not be probed (its library decides") for note in notes)

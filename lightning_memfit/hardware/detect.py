@@ -18,6 +18,7 @@ from lightning_memfit.hardware.catalog import catalog_device
 from lightning_memfit.hardware.detect_cuda import Driver, detect_gpu, index_of
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.hardware.torch_driver import TorchDriver
+from lightning_memfit.predict.allocator_settings import AllocatorSettings
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63; no machine has an exbibyte.
 _NO_LIMIT = 2**60
@@ -75,9 +76,26 @@ def detect_device(which: str = "local", *, root: Path = Path("/"), driver: Drive
             )
         return detect_gpu(None if cuda[1] is None else int(cuda[1]), driver=driver, host=_host(root))
     try:
-        return replace(catalog_device(which), allocator_settings=driver.allocator_settings())
+        absent = catalog_device(which)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error} For this machine use 'local', 'cpu' or 'cuda:0'.") from None
+    return _with_settings(absent, driver.allocator_settings())
+
+
+def _with_settings(device: DeviceSpec, text: str | None) -> DeviceSpec:
+    """A GPU that is not here with the allocator that this environment sets up, and the share of memory it allows."""
+    if text is None:
+        return device
+    allowed = AllocatorSettings.from_text(text).allowed_bytes(device.capacity_bytes)
+    if allowed is None:
+        return replace(device, allocator_settings=text)
+    return replace(
+        device,
+        allocator_settings=text,
+        memory_fraction=allowed / device.capacity_bytes,
+        capacity_bytes=allowed,
+        available_bytes=allowed,
+    )
 
 
 def detect_again(device: DeviceSpec, *, root: Path = Path("/"), driver: Driver | None = None) -> DeviceSpec:

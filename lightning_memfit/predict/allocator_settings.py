@@ -7,7 +7,7 @@ parser in c10/core/AllocatorConfig.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_memfit.errors import ConfigurationError, UnsupportedError
 
 MIB = 2**20
 LARGEST_LARGE_SEGMENT_REQUEST_BYTES = 10 * MIB
+MIN_BLOCK_BYTES = 512
 ROUNDUP_INTERVALS = 16
 """Powers of two with divisions of their own: from 1 MiB (and below) to 32 GiB (and above)."""
 
@@ -99,11 +100,38 @@ class AllocatorSettings:
             divisions[last] = parts
         return tuple(divisions)
 
+    def rounded_bytes(self, size: int) -> int:
+        """A requested size as the allocator gives it out; 0 for nothing.
+
+        >>> settings = AllocatorSettings()
+        >>> settings.rounded_bytes(0), settings.rounded_bytes(1), settings.rounded_bytes(513)
+        (0, 512, 1024)
+        """
+        return rounded_size(size, self.divisions_by_interval()) if size else 0
+
     def allowed_bytes(self, device_total_bytes: int) -> int | None:
         """Bytes torch allows itself on a device; ``None`` without a memory fraction below 1."""
         if self.per_process_memory_fraction >= 1:
             return None
         return int(self.per_process_memory_fraction * device_total_bytes)
+
+
+def rounded_size(size: int, divisions: Sequence[int]) -> int:
+    """The size of the block for a request of at least one byte.
+
+    Args:
+        size: bytes asked for.
+        divisions: of :meth:`AllocatorSettings.divisions_by_interval`.
+
+    Source: ``DeviceCachingAllocator::round_size`` of ``c10/cuda/CUDACachingAllocator.cpp``.
+    """
+    if size < MIN_BLOCK_BYTES:
+        return MIN_BLOCK_BYTES
+    parts = divisions[min(max(size.bit_length() - MIB.bit_length(), 0), ROUNDUP_INTERVALS - 1)]
+    step = MIN_BLOCK_BYTES
+    if parts > 1 and size > MIN_BLOCK_BYTES * parts:
+        step = (1 << (size.bit_length() - 1)) // parts
+    return -(-size // step) * step
 
 
 def _options(text: str) -> dict[str, str]:

@@ -18,11 +18,11 @@ from typing import NamedTuple, TypeAlias
 from lightning_memfit.predict.allocator_settings import (
     LARGEST_LARGE_SEGMENT_REQUEST_BYTES,
     MIB,
-    ROUNDUP_INTERVALS,
+    MIN_BLOCK_BYTES,
     AllocatorSettings,
+    rounded_size,
 )
 
-MIN_BLOCK_BYTES = 512
 SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 ROUND_LARGE_BYTES = 2 * MIB
@@ -256,13 +256,7 @@ class _Allocator:
         block.pool.insert(block)
 
     def round_size(self, size: int) -> int:
-        if size < MIN_BLOCK_BYTES:
-            return MIN_BLOCK_BYTES
-        divisions = self.divisions[min(max(size.bit_length() - MIB.bit_length(), 0), ROUNDUP_INTERVALS - 1)]
-        if divisions > 1 and size > MIN_BLOCK_BYTES * divisions:
-            step = (1 << (size.bit_length() - 1)) // divisions
-            return -(-size // step) * step
-        return -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        return rounded_size(size, self.divisions)
 
     def segment_size(self, size: int) -> int:
         if size <= SMALL_BYTES:

@@ -6,8 +6,9 @@ several steps are replayed in their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from lightning_memfit.plan import MemoryBreakdown, Phase
@@ -17,8 +18,6 @@ from lightning_memfit.predict.cuda_temporaries import Workspace
 from lightning_memfit.predict.memory import accumulates_in_place, predict_memory
 from lightning_memfit.trace.timeline import Free, Operation, ProbeResult, Resident, Timeline
 
-ROUNDED_TO_BYTES = 512
-"""What sizes are rounded up to. Source: ``kMinBlockSize`` of ``c10/cuda/CUDACachingAllocator.cpp``."""
 _STEPS = 3
 """Steps that are replayed: the first makes the optimizer's states, from the second on they repeat."""
 
@@ -30,6 +29,7 @@ def predict_cuda_memory(
     zero_gradients_early: bool = False,
     workspaces: Sequence[Workspace] = (),
     settings: AllocatorSettings | None = None,
+    allowed_bytes: int | None = None,
 ) -> MemoryBreakdown:
     """Replay a timeline through the caching allocator.
 
@@ -39,18 +39,20 @@ def predict_cuda_memory(
         zero_gradients_early: the old gradients are gone before the first forward.
         workspaces: what libraries keep; counted as temporaries.
         settings: how the allocator is set up; torch's defaults if left out.
+        allowed_bytes: what torch allows itself, where a memory fraction is set: from a share of it on, cached segments
+            are given back if the settings say so.
 
     Ignores: blocks of other streams, and what evaluation and checkpoints leave behind.
     """
     settings = AllocatorSettings() if settings is None else settings
-    probes = probes or {}
+    probes, size_of = probes or {}, cache(settings.rounded_bytes)
     allocated = predict_memory(
-        _rounded(timeline, workspaces),
-        {number: _rounded_probe(probe) for number, probe in probes.items()},
+        _rounded(timeline, workspaces, size_of),
+        {number: _rounded_probe(probe, size_of) for number, probe in probes.items()},
         zero_gradients_early=zero_gradients_early,
     )
     requests = requests_of(timeline, probes, zero_gradients_early=zero_gradients_early, workspaces=workspaces)
-    unlimited = replay(requests, settings)
+    unlimited = replay(requests, settings, allowed_bytes=allowed_bytes)
     return replace(
         allocated,
         peak_reserved_bytes=unlimited.peak_reserved_bytes,
@@ -58,36 +60,31 @@ def predict_cuda_memory(
     )
 
 
-def rounded_bytes(size: int) -> int:
-    """A size as the allocator gives it out.
-
-    >>> rounded_bytes(0), rounded_bytes(1), rounded_bytes(512), rounded_bytes(513)
-    (0, 512, 512, 1024)
-    """
-    return -(-size // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
+Rounded = Callable[[int], int]
+"""A requested size to the size of its block."""
 
 
-def _rounded(timeline: Timeline, workspaces: Sequence[Workspace]) -> Timeline:
+def _rounded(timeline: Timeline, workspaces: Sequence[Workspace], size_of: Rounded) -> Timeline:
     first = 1 + max([*(r.storage for r in timeline.residents), *timeline.categories], default=0)
     kept = [Resident(first + i, each.high_bytes, "temporaries") for i, each in enumerate(workspaces)]
     residents = (*timeline.residents, *kept)
     return replace(
         timeline,
-        residents=tuple(each._replace(allocated_bytes=rounded_bytes(each.allocated_bytes)) for each in residents),
-        events=tuple(event if isinstance(event, Free) else _rounded_operation(event) for event in timeline.events),
+        residents=tuple(each._replace(allocated_bytes=size_of(each.allocated_bytes)) for each in residents),
+        events=tuple(
+            event if isinstance(event, Free) else _rounded_operation(event, size_of) for event in timeline.events
+        ),
     )
 
 
-def _rounded_operation(operation: Operation) -> Operation:
-    outputs = tuple(
-        output._replace(allocated_bytes=rounded_bytes(output.allocated_bytes)) for output in operation.outputs
-    )
+def _rounded_operation(operation: Operation, size_of: Rounded) -> Operation:
+    outputs = tuple(output._replace(allocated_bytes=size_of(output.allocated_bytes)) for output in operation.outputs)
     return operation._replace(outputs=outputs)
 
 
-def _rounded_probe(probe: ProbeResult) -> ProbeResult:
-    hidden = None if probe.hidden_bytes is None else rounded_bytes(probe.hidden_bytes)
-    return replace(probe, peak_bytes=rounded_bytes(probe.peak_bytes), hidden_bytes=hidden)
+def _rounded_probe(probe: ProbeResult, size_of: Rounded) -> ProbeResult:
+    hidden = None if probe.hidden_bytes is None else size_of(probe.hidden_bytes)
+    return replace(probe, peak_bytes=size_of(probe.peak_bytes), hidden_bytes=hidden)
 
 
 def requests_of(
