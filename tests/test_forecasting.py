@@ -479,6 +479,15 @@ def test_a_default_device_changes_no_forecast() -> None:
         assert _forecast_for_t4(module, batch) == alone
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_learning_rate_may_be_a_tensor(capturable: bool) -> None:
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(1e-3), foreach=capturable, capturable=capturable)
+
+    memory = _forecast_for_t4(nn.Linear(64, 64, bias=False), torch.zeros(8, 64), optimizer=made)
+    assert memory.by_category["parameters"] == 64 * 64 * 4
+
+
 def _sum_of(module: nn.Module, x: Tensor) -> Tensor:
     total: Tensor = module(x).sum()
     return total
