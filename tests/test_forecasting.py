@@ -472,6 +472,15 @@ def test_forecasts_in_several_threads_are_those_of_one_and_leave_nothing_behind(
     assert {type(parameter) for module in modules for parameter in module.parameters()} == {nn.Parameter}
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_forecast_needs_no_gradients_around_it(context: Any) -> None:
+    module, batch = nn.Linear(64, 64), torch.zeros(8, 64)
+    alone = _forecast_for_t4(module, batch)
+    with context():
+        assert _forecast_for_t4(module, batch) == alone
+        assert not torch.is_grad_enabled()
+
+
 def test_a_default_device_changes_no_forecast() -> None:
     alone = _forecast_for_t4(nn.Linear(64, 64), torch.zeros(8, 64))
     module, batch = nn.Linear(64, 64), torch.zeros(8, 64)

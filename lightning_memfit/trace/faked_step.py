@@ -43,6 +43,8 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
     try:
         with (
             _ONE_AT_A_TIME,
+            torch.inference_mode(False),
+            torch.enable_grad(),  # as training does, wherever the forecast is asked for
             old_objects_at_rest(),
             uncompiled(),
             _nothing_logged(),
