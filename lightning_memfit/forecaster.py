@@ -399,7 +399,7 @@ class Forecaster:
         if self._target.rules.device_type != "cpu":
             raise TraceError(
                 f"The step could not be traced ({self.untraceable}), and without the GPU nothing can be measured "
-                "instead. Use a step that needs no values of tensors, or plan on the machine with the GPU."
+                f"instead. {_way_out(self.untraceable)}, or plan on the machine with the GPU."
             )
         accumulates = candidate.split.num_slices * candidate.split.accumulate_grad_batches > 1
         key = (
@@ -507,3 +507,13 @@ def checkpointed(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+def _way_out(reason: str | None) -> str:
+    """What to do about a step that could not be traced, by what torch said."""
+    said = (reason or "").lower()
+    if "cuda" in said:
+        return "Write x.device in place of 'cuda' in the step, which is followed without a GPU"
+    if any(word in said for word in ("dynamicoutputshape", "datadependent", ".numpy()")):
+        return "Use a step that needs no values of tensors"
+    return "See that the step runs as it is given here, with dense tensors and without their values"

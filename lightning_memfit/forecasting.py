@@ -261,6 +261,8 @@ def make_plans(
         micro_batch_size=micro_batch_size,
     )
     whole = _undivided(batch, effective_batch_size)
+    if isinstance(devices, str):
+        raise ConfigurationError(f"devices={devices!r} is one text. Write devices=({devices!r},), or call make_plan.")
     specs = {device: detect_device(device) for device in devices}
     found: dict[str, Plan | NoFeasiblePlanError] = {}
     forecaster: Forecaster | None = None
@@ -284,12 +286,15 @@ def _undivided(batch: Any, effective_batch_size: int) -> BatchSplit:
     Raises:
         ConfigurationError: if it is not a multiple of the batch.
     """
+    if effective_batch_size is None:
+        raise ConfigurationError("effective_batch_size=None: without a Trainer, give the samples per optimizer step.")
     samples = batch_size_of(batch)
+    whole = effective_batch_size // samples
     if effective_batch_size % samples:
+        below = f"{whole * samples} and " if whole else ""
         raise ConfigurationError(
             f"effective_batch_size={effective_batch_size} is not a multiple of the batch of {samples} samples. "
-            f"Nearest: {effective_batch_size // samples * samples or samples} and "
-            f"{(effective_batch_size // samples + 1) * samples}."
+            f"Nearest: {below}{(whole + 1) * samples}."
         )
     return BatchSplit(
         effective_batch_size=effective_batch_size,
@@ -402,7 +407,14 @@ def _recomputable(module: nn.Module, request: PlanRequest, whole: BatchSplit, fo
 
 
 def _checkpointing_request(value: str | Sequence[str]) -> Any:
-    return value if isinstance(value, str) else tuple(value)
+    if value in ("auto", "none", "blocks"):
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+        raise ConfigurationError(
+            f"activation_checkpointing={value!r} is not known. Choose one of: 'auto', 'none', 'blocks', or patterns of "
+            "module names, such as ('blocks.*',)."
+        )
+    return tuple(value)
 
 
 def _one_candidate(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -399,3 +401,106 @@ def test_an_impossible_budget_is_the_answer_of_its_device_alone() -> None:
         probe_operators=False,
     )  # fmt: skip
     assert all(isinstance(plan, NoFeasiblePlanError) for plan in plans.values())
+
+
+def _adam_of(module: nn.Module) -> Any:
+    return torch.optim.Adam(module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda parameters: None, "optimizer= returned NoneType. Pass a function"),
+        (lambda parameters: [torch.optim.Adam(parameters)], "optimizer= returned list. Pass a function"),
+        (_adam_of(nn.Linear(1, 1)), "optimizer= is of type Adam. Pass a function of the parameters, such as"),
+    ],
+)
+def test_what_is_no_function_that_returns_an_optimizer_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _forecast_for_t4(nn.Linear(2, 2), torch.zeros(2, 2), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("value", [None, True, [1], "blocks.*"])
+def test_activation_checkpointing_that_is_no_choice_and_no_patterns_names_both(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"'blocks', or patterns of module names, such as \('blocks.\*',\)."):
+        _forecast_for_t4(nn.Linear(2, 2), torch.zeros(2, 2), activation_checkpointing=value)
+
+
+@pytest.mark.parametrize(
+    ("effective_batch_size", "devices", "message"),
+    [
+        (None, ("t4",), "effective_batch_size=None: without a Trainer, give the samples per optimizer step."),
+        (3, ("t4",), "effective_batch_size=3 is not a multiple of the batch of 4 samples. Nearest: 4.$"),
+        (4, "t4", r"devices='t4' is one text. Write devices=\('t4',\), or call make_plan."),
+    ],
+)
+def test_requests_for_plans_that_cannot_be_say_what_to_write(
+    effective_batch_size: Any, devices: Any, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_plans(
+            nn.Linear(2, 2),
+            torch.zeros(4, 2),
+            devices=devices,
+            effective_batch_size=effective_batch_size,
+            loss=_sum_of,
+            optimizer=torch.optim.SGD,
+        )
+
+
+@pytest.mark.parametrize(
+    ("loss", "way_out"),
+    [
+        (lambda module, x: module(x.to("cuda")).sum(), "Write x.device in place of 'cuda' in the step"),
+        (lambda module, x: module(x)[module(x) > 0].sum(), "Use a step that needs no values of tensors"),
+        (lambda module, x: module(x[:, 1:]).sum(), "See that the step runs as it is given here"),
+    ],
+)
+def test_the_way_out_of_a_step_that_cannot_be_traced_follows_from_its_error(loss: Any, way_out: str) -> None:
+    with pytest.raises(TraceError, match=way_out):
+        _forecast_for_t4(nn.Linear(2, 2), torch.zeros(2, 2), loss=loss)
+
+
+def test_forecasts_in_several_threads_are_those_of_one_and_leave_nothing_behind() -> None:
+    modules = [nn.Linear(64, 64) for _ in range(6)]
+    output, random_state = sys.stdout, torch.get_rng_state
+    alone = _forecast_for_t4(nn.Linear(64, 64), torch.zeros(8, 64))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda module: _forecast_for_t4(module, torch.zeros(8, 64)), modules))
+    assert found == [alone] * 6
+    assert sys.stdout is output and torch.get_rng_state is random_state
+    assert {type(parameter) for module in modules for parameter in module.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_forecast_needs_no_gradients_around_it(context: Any) -> None:
+    module, batch = nn.Linear(64, 64), torch.zeros(8, 64)
+    alone = _forecast_for_t4(module, batch)
+    with context():
+        assert _forecast_for_t4(module, batch) == alone
+        assert not torch.is_grad_enabled()
+
+
+def test_a_default_device_changes_no_forecast() -> None:
+    alone = _forecast_for_t4(nn.Linear(64, 64), torch.zeros(8, 64))
+    module, batch = nn.Linear(64, 64), torch.zeros(8, 64)
+    with torch.device("meta"):
+        assert _forecast_for_t4(module, batch) == alone
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_learning_rate_may_be_a_tensor(capturable: bool) -> None:
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(1e-3), foreach=capturable, capturable=capturable)
+
+    memory = _forecast_for_t4(nn.Linear(64, 64, bias=False), torch.zeros(8, 64), optimizer=made)
+    assert memory.by_category["parameters"] == 64 * 64 * 4
+
+
+def _sum_of(module: nn.Module, x: Tensor) -> Tensor:
+    total: Tensor = module(x).sum()
+    return total
+
+
+def _forecast_for_t4(module: nn.Module, batch: Tensor, **options: Any) -> Any:
+    return forecast(module, batch, **{"loss": _sum_of, "optimizer": torch.optim.AdamW, "device": "t4"} | options)

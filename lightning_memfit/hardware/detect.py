@@ -63,6 +63,9 @@ def detect_device(which: str = "local", *, root: Path = Path("/"), driver: Drive
         raise ConfigurationError(
             f"device={which!r} must be text: 'local', 'cpu', 'cuda:0', or a GPU of the catalogue, such as 'a100-40gb'."
         )
+    spelled = which.strip().lower()  # names of the catalogue are read so too
+    if spelled in ("cpu", "local") or spelled.startswith("cuda"):
+        which = spelled
     if which == "cpu":
         return _host(root)
     driver = TorchDriver(root=root) if driver is None else driver

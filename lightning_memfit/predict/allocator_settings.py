@@ -160,7 +160,8 @@ def _refuse_unsupported(options: Mapping[str, str]) -> None:
 
 def _refusal(key: str, value: str, why: str) -> ConfigurationError:
     given = f"{key}:{value}" if value else key
-    return ConfigurationError(f"The allocator's settings (PYTORCH_CUDA_ALLOC_CONF) have {given!r}, {why}.")
+    names = "PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF"
+    return ConfigurationError(f"The allocator's settings ({names}) have {given!r}, {why}.")
 
 
 def _mib(key: str, value: str, least: int) -> int:

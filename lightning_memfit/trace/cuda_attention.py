@@ -50,17 +50,27 @@ class AttentionCall:
 
 
 def chosen_backend(call: AttentionCall, capability: tuple[int, int]) -> Backend:
-    """The kernel that torch chooses on a GPU of this compute capability."""
-    order: tuple[Backend, ...] = ("flash", "efficient")
+    """The kernel that torch chooses on a GPU of this compute capability.
+
+    Raises:
+        RuntimeError: as torch does, if the user allows only kernels that cannot compute the call.
+
+    Source: ``sdp_priority_order`` of ``ATen/Context.h`` (header of torch 2.13).
+    """
+    order: tuple[Backend, ...] = ("flash", "efficient", "math", "cudnn")
     if capability[0] in (9, 10):
-        order = ("cudnn", *order)
+        order = ("cudnn", "flash", "efficient", "math")
     switches: Any = torch.backends.cuda
     allowed = {
         "flash": switches.flash_sdp_enabled() and _can_flash(call, capability),
         "efficient": switches.mem_efficient_sdp_enabled() and _can_efficient(call, capability),
+        "math": switches.math_sdp_enabled(),
         "cudnn": switches.cudnn_sdp_enabled() and _can_cudnn(call, capability),
     }
-    return next((backend for backend in order if allowed[backend]), "math")
+    for backend in order:
+        if allowed[backend]:
+            return backend
+    raise RuntimeError("No available kernel: scaled_dot_product_attention has none of those that sdpa_kernel allows")
 
 
 def alike_in_attention(capability: tuple[int, int]) -> tuple[int, int]:

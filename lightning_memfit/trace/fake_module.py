@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from lightning_memfit.batch_tree import map_tensors
-from lightning_memfit.errors import TraceError
+from lightning_memfit.errors import ConfigurationError, TraceError
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -82,7 +83,13 @@ class FakeTensors:
 
 @contextmanager
 def faked(module: nn.Module, fakes: FakeTensors) -> Iterator[None]:
-    """Put fakes in place of the module's parameters and buffers; ties stay ties; everything is put back at the end."""
+    """Put fakes in place of the module's parameters and buffers; ties stay ties; everything is put back at the end.
+
+    Raises:
+        TraceError: if the module is scripted, so that its tensors cannot be exchanged; nothing was.
+        ConfigurationError: if a lazy module has no shapes yet.
+    """
+    _check_exchangeable(module)
     saved: list[tuple[Any, dict[str, Any]]] = []
     flat_weights: list[tuple[nn.RNNBase, list[Any]]] = []
     try:
@@ -103,3 +110,12 @@ def faked(module: nn.Module, fakes: FakeTensors) -> Iterator[None]:
             tensors.update(originals)
         for rnn, originals_list in flat_weights:
             rnn._flat_weights = originals_list
+
+
+def _check_exchangeable(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        where = f"module {name}" if name else "the module"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TraceError(f"{where} is a scripted one, whose tensors live outside of Python; give the module itself")
+        if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            raise ConfigurationError(f"{where} is lazy and has no shapes yet. Run it once on a batch before.")

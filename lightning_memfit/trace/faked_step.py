@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
@@ -27,15 +28,23 @@ from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import GradientLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
 
+# Much of what a trace exchanges belongs to the process (standard output, names of torch, operators at dispatch keys):
+# two at a time would put back each other's stand-ins.
+_ONE_AT_A_TIME = threading.RLock()
+
 
 @contextmanager
 def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Iterator[None]:
     """Within this context the module's tensors are fakes, and the tracer sees every operator.
 
-    What the user's code prints meanwhile is dropped; the real step will print it.
+    What the user's code prints meanwhile is dropped; the real step will print it. Of several threads one is here at a
+    time.
     """
     try:
         with (
+            _ONE_AT_A_TIME,
+            torch.inference_mode(False),
+            torch.enable_grad(),  # as training does, wherever the forecast is asked for
             old_objects_at_rest(),
             uncompiled(),
             _nothing_logged(),

@@ -1,7 +1,7 @@
 """Values that a fake run does know: those of the batch's integers and flags, and of what is computed from them alone.
 
 A model branches on them (is every token attended to? how many labels count?), and the branch decides what is allocated.
-Adapter for private names of torch: ``torch.utils._mode_utils.no_dispatch``.
+Adapter for private names of torch: ``torch.utils._mode_utils.no_dispatch``, ``FakeTensor.constant``.
 """
 
 from __future__ import annotations
@@ -95,3 +95,13 @@ def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _is_countable(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= LARGEST
+
+
+def constant_of(fake: torch.Tensor) -> int | float | bool | None:
+    """The number that a fake mode keeps of a tensor written out in the code, such as a learning rate, if it does."""
+    constant: torch.Tensor | None = getattr(fake, "constant", None)
+    if constant is None:
+        return None
+    with no_dispatch():
+        number: int | float | bool = constant.item()
+    return number

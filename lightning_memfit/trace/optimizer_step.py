@@ -68,7 +68,7 @@ def _give_gradients(parameters: Sequence[nn.Parameter], layouts: Sequence[Gradie
             parameter.grad = None
         else:
             dtype = getattr(torch, layout.dtype)
-            parameter.grad = torch.empty_strided(layout.size, layout.stride, dtype=dtype)
+            parameter.grad = torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=parameter.device)
 
 
 def look_at_optimizer(program: StepProgram, look: Callable[[Optimizer], Found]) -> Found:

@@ -94,8 +94,13 @@ def program_of(
         clip_gradients: clips the gradients of an optimizer in place.
 
     Raises:
-        ConfigurationError: if a plain module comes without ``loss`` or ``optimizer``.
+        ConfigurationError: if a plain module comes without ``loss`` or ``optimizer``, or ``optimizer`` is no function.
     """
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigurationError(
+            f"optimizer= is of type {type(optimizer).__name__}. Pass a function of the parameters, such as "
+            "optimizer=torch.optim.AdamW or lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+        )
     training_step = getattr(module, "training_step", None)
     if loss is None and not callable(training_step):
         raise ConfigurationError(
@@ -110,9 +115,7 @@ def program_of(
     return StepProgram(
         module=module,
         compute_loss=partial(loss, module) if loss is not None else partial(_call_training_step, module),
-        make_optimizer=(
-            (lambda: optimizer(module.parameters())) if optimizer is not None else partial(_configured, module)
-        ),
+        make_optimizer=(partial(_made, optimizer, module) if optimizer is not None else partial(_configured, module)),
         step_context=step_context,
         zero_gradients=(lambda opt: zero(0, 0, opt)) if callable(zero) else (lambda opt: opt.zero_grad()),
         clip_gradients=clip_gradients or (lambda opt: None),
@@ -132,6 +135,16 @@ def takes_batch_idx(step: Callable[..., Any]) -> bool:
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
     by_position = [kind for kind in kinds if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     return Parameter.VAR_POSITIONAL in kinds or len(by_position) >= 2
+
+
+def _made(optimizer: OptimizerFactory, module: nn.Module) -> Optimizer:
+    made: object = optimizer(module.parameters())
+    if not isinstance(made, Optimizer):
+        raise ConfigurationError(
+            f"optimizer= returned {type(made).__name__}. Pass a function of the parameters that returns one "
+            "torch.optim.Optimizer."
+        )
+    return made
 
 
 def _configured(module: Any) -> Optimizer:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memfit.plan import Category, Phase
 from lightning_memfit.trace.cpu_rules import CpuRules, ResultsInPlace
 from lightning_memfit.trace.device_rules import DeviceRules
-from lightning_memfit.trace.known_values import KnownValues
+from lightning_memfit.trace.known_values import KnownValues, constant_of
 from lightning_memfit.trace.operator_work import flops_of, inner_calls_of
 from lightning_memfit.trace.tensors import tensors_in
 from lightning_memfit.trace.timeline import (
@@ -274,6 +274,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self.known.scalar(tensor)
         if known is not None:
             return known
+        if tensor.dtype is torch.bool and (flag := constant_of(tensor)) is not None:
+            return bool(flag)
         # Other fake tensors have no value. Losses are read for logging, flags ("is anything NaN?") for warnings: answer
         # as a healthy step would, and count it so that the forecast can say so.
         if self.phase == "optimizer_step" or not self._recording:

@@ -297,3 +297,8 @@ def test_this_machine_has_sane_numbers() -> None:
     assert device.capacity_bytes == device.available_bytes + device.process_bytes
     assert device.capacity_bytes <= psutil.virtual_memory().total
     assert device.limit_bytes is None or device.capacity_bytes <= max(device.limit_bytes, device.process_bytes)
+
+
+@pytest.mark.parametrize("spelled", ["CPU", " cpu "])
+def test_this_machine_is_meant_in_any_spelling_as_the_catalogue_is(spelled: str) -> None:
+    assert detect_device(spelled).kind == "cpu"

@@ -61,7 +61,7 @@ def test_a_fraction_of_the_device_is_allowed() -> None:
     assert AllocatorSettings().allowed_bytes(1001) is None
 
 
-BEGIN = "The allocator's settings (PYTORCH_CUDA_ALLOC_CONF) have "
+BEGIN = "The allocator's settings (PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF) have "
 DIVISIONS = "not a power of two, nor a list such as [256:1,512:2,>:8] of powers of two in MiB and divisions (0: none)"
 
 

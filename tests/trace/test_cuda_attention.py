@@ -107,3 +107,15 @@ def test_gpus_that_count_as_alike_choose_the_same_kernel(capability: tuple[int, 
             query=query, key=key, value=key, mask=None, dropout=dropout, is_causal=False, enable_gqa=grouped
         )
         assert chosen_backend(call, alike) == chosen_backend(call, capability)
+
+
+def test_cudnn_is_chosen_where_the_user_allows_nothing_else() -> None:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert chosen_backend(_call(dtype=torch.bfloat16), A100) == "cudnn"
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):  # the plain one comes first
+        assert chosen_backend(_call(dtype=torch.bfloat16), A100) == "math"
+
+
+def test_a_call_that_no_allowed_kernel_can_compute_raises_as_torch_does() -> None:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
+        chosen_backend(_call(dtype=torch.float32), A100)

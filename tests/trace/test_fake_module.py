@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memfit.errors import TraceError
+from lightning_memfit.errors import ConfigurationError, TraceError
 from lightning_memfit.trace.fake_module import FakeTensors, faked, new_fake_mode
 
 
@@ -82,3 +82,24 @@ def test_torch_still_has_the_private_names_that_fakes_need() -> None:
     assert isinstance(torch.zeros(1).untyped_storage()._cdata, int), (
         "UntypedStorage._cdata: change trace/fake_module.py"
     )
+
+
+class _Scripted(torch.jit.ScriptModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+
+def test_a_scripted_module_is_refused_and_keeps_its_tensors() -> None:
+    module = nn.Sequential(nn.Linear(1, 1), _Scripted())
+    before = [id(parameter) for parameter in module[0].parameters()]
+    with pytest.raises(TraceError, match="module 1 is a scripted one"), faked(module, FakeTensors(new_fake_mode())):
+        pytest.fail("not refused")
+    assert [id(parameter) for parameter in module[0].parameters()] == before
+    assert not any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+
+
+def test_a_lazy_module_is_refused_with_a_way_out() -> None:
+    lazy = faked(nn.LazyLinear(3), FakeTensors(new_fake_mode()))
+    with pytest.raises(ConfigurationError, match=r"the module is lazy and has no shapes yet\. Run it once"), lazy:
+        pytest.fail("not refused")
