@@ -17,6 +17,7 @@ from lightning_memfit.contest import Standing, fastest
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, first_line, is_out_of_memory
 from lightning_memfit.evaluation_forecast import predicted_evaluation_peak
 from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.observe.cuda_memory import limit_of, meter_of
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Budget, Choice, Forecast, Measurement, PassedOver, Plan
@@ -263,7 +264,7 @@ class Proving:
                     validation_batch=None if self._validation is None else self._validation.batch,
                     accumulate_grad_batches=candidate.split.accumulate_grad_batches,
                     num_profiled_steps=request.num_profiled_steps,
-                    spare_bytes=self._spare_bytes(forecast),
+                    spare_bytes=_spare_bytes(self._prepared.device, self._prepared.budget, forecast),
                     resident_batches=self._prepared.resident_batches,
                     meter=meter_of(self._prepared.trainer.strategy.root_device),
                     timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
@@ -298,7 +299,7 @@ class Proving:
                     batch=self._prepared.batch,
                     seconds=TIMED_SECONDS,
                     accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
-                    spare_bytes=self._spare_bytes(forecast),
+                    spare_bytes=_spare_bytes(self._prepared.device, self._prepared.budget, forecast),
                 )
         except Exception as error:
             if not is_out_of_memory(error):
@@ -307,13 +308,6 @@ class Proving:
 
     def _limited(self) -> AbstractContextManager[None]:
         return limit_of(self._prepared.trainer.strategy.root_device, self._prepared.budget.budget_bytes)
-
-    def _spare_bytes(self, forecast: Forecast) -> int:
-        """What is left of the host's memory, which the snapshot of the warm-up shares."""
-        if self._prepared.device.kind == "cuda":
-            return detect_device("cpu").available_bytes
-        budget = self._prepared.budget
-        return budget.capacity_bytes - budget.non_torch_bytes - forecast.predicted_peak_bytes
 
     def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
         """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""
@@ -342,6 +336,13 @@ class Proving:
                 "not tried: micro_batch_size= begins with them."
             )
         return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
+
+
+def _spare_bytes(device: DeviceSpec, budget: Budget, forecast: Forecast) -> int:
+    """What the plan's peak leaves of the host's memory; the snapshot of the warm-up shares it."""
+    if device.kind == "cuda":
+        return detect_device("cpu").available_bytes
+    return budget.capacity_bytes - budget.non_torch_bytes - forecast.predicted_peak_bytes
 
 
 def _evaluation_fits(measurement: Measurement, budget: Budget) -> bool:

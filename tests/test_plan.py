@@ -77,6 +77,7 @@ PLAN = Plan(
         is_present=False,
         uuid="GPU-1",
         compute_capability=(8, 0),
+        multiprocessors=108,
         total_bytes=12,
         context_low_bytes=1,
         context_high_bytes=2,
@@ -255,7 +256,7 @@ def test_values_are_made_by_keyword_only(cls: type) -> None:
 def test_the_plan_shows_its_candidate_and_split() -> None:
     assert PLAN.candidate is CANDIDATE
     assert PLAN.split is SPLIT
-    assert PLAN.forecast.predicted_peak_bytes == 33  # 36 - 3, and more than the 21 of evaluation
+    assert PLAN.forecast.predicted_peak_bytes == 27  # the least capacity, 30, - 3, and more than the 21 of evaluation
     evaluating = dataclasses.replace(PLAN.forecast, evaluation_peak_bytes=34)
     assert (evaluating.predicted_peak_bytes, evaluating.predicted_training_peak_bytes) == (34, 33)
     assert PLAN.forecast.memory.bytes_per_parameter == 36 / 7

@@ -63,4 +63,11 @@ def test_the_snapshot_is_in_memory_only_where_twice_its_size_is_spare() -> None:
 def test_what_is_spare_is_what_the_process_could_hold_less_the_peak() -> None:
     budget: Any = SimpleNamespace(capacity_bytes=1000, non_torch_bytes=300)
     forecast: Any = SimpleNamespace(predicted_peak_bytes=450)
-    assert _spare_bytes(budget, forecast) == 250  # 1000 - 300 - 450
+    host: Any = SimpleNamespace(kind="cpu")
+    assert _spare_bytes(host, budget, forecast) == 250  # 1000 - 300 - 450
+
+
+def test_beside_a_gpu_everything_that_the_host_has_is_spare() -> None:
+    gpu: Any = SimpleNamespace(kind="cuda")
+    budget: Any = SimpleNamespace(capacity_bytes=1000, non_torch_bytes=300)
+    assert _spare_bytes(gpu, budget, SimpleNamespace(predicted_peak_bytes=450)) > 2**20  # type: ignore[arg-type]
