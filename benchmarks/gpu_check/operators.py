@@ -18,7 +18,7 @@ from benchmarks.gpu_check.gauges import Gauge
 from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.plan import BatchSplit, Candidate
-from lightning_memfit.predict.cuda_memory import rounded_bytes
+from lightning_memfit.predict.allocator_settings import AllocatorSettings
 from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, hidden_bytes, library_workspaces
 from lightning_memfit.targets import FormulaProber, target_of
 from lightning_memfit.trace.cuda_attention import AttentionCall, chosen_backend
@@ -54,7 +54,7 @@ class HiddenBytesSeen(TorchDispatchMode):
             storage = each.untyped_storage()
             if storage._cdata not in before_storages and each.device.type == self._gauge.device.type:
                 made[storage._cdata] = storage.nbytes()
-        rounding = rounded_bytes if self._gauge.device.type == "cuda" else int
+        rounding = AllocatorSettings().rounded_bytes if self._gauge.device.type == "cuda" else int
         self._add(signature, max(0, peak - sum(map(rounding, made.values()))))
         return out
 
