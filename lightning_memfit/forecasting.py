@@ -325,6 +325,8 @@ def _plan_of(
         accumulate_grad_batches=whole.accumulate_grad_batches,
     )
     notes = found.plan.notes
+    if spec.kind == "cuda" and spec.context_high_bytes is None:
+        notes += (f"what the context takes on {spec.name} is not known; it counts as nothing in the budget",)
     if found.plan.split.num_slices > 1:
         notes += ("slices were not compared with the undivided batch; MemFit compares them before it trains",)
     return dataclasses.replace(found.plan, fingerprint=fingerprint, notes=notes)

@@ -215,7 +215,8 @@ def test_a_memory_fraction_in_the_allocators_settings_caps_the_budget(monkeypatc
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "per_process_memory_fraction:0.25")
     device = detect_device("a100-40gb")
     whole = catalog_device("a100-40gb").capacity_bytes
-    assert device.capacity_bytes == whole // 4
+    assert device.context_high_bytes is not None
+    assert device.capacity_bytes == whole // 4 + device.context_high_bytes  # which is no memory of torch's
     target = target_of(device)
     assert isinstance(target, CudaTarget)
     assert target.allowed_bytes == whole // 4

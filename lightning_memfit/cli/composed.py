@@ -47,7 +47,12 @@ _PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 @contextmanager
 def composed_subject(
-    *, config_dir: str | None, config_name: str | None, overrides: Sequence[str], real: bool
+    *,
+    config_dir: str | None,
+    config_name: str | None,
+    overrides: Sequence[str],
+    real: bool,
+    effective_batch_size: int | None = None,
 ) -> Iterator[Subject]:
     """Compose a config, and make what it names: ``model``, ``data``, ``trainer`` and, where there is one, ``memfit``.
 
@@ -58,6 +63,7 @@ def composed_subject(
         config_name: the primary config.
         overrides: as for the application itself.
         real: make the module for real, not on ``meta``.
+        effective_batch_size: the option, which outweighs the config: it decides how the loader's batches are cut.
 
     Raises:
         ConfigurationError: if Hydra is not installed, or the config cannot be composed or made.
@@ -68,6 +74,8 @@ def composed_subject(
         if "seed" in config and config.seed is not None:
             torch.manual_seed(config.seed)
         settings, notes = _settings(config)
+        if effective_batch_size is not None:
+            settings["effective_batch_size"] = effective_batch_size
         instantiate = _instantiate()
         make = partial(instantiate, config.model)
         module, on_meta, made_notes = made_on_meta(make, what="model", real=real)

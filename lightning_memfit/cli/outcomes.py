@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
 from lightning_memfit.cli.subject import Subject
 from lightning_memfit.errors import NoFeasiblePlanError, TraceError, UnsupportedError
-from lightning_memfit.forecasting import make_plan
+from lightning_memfit.forecasting import make_plans
 from lightning_memfit.hardware.catalog import catalog, catalog_device, find_gpu
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import Forecast, Plan, PlanRequest
@@ -88,26 +89,15 @@ def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any]) -> 
     Args:
         asked: the device.
         subject: what is planned.
-        arguments: of ``make_plan``, beside those of the subject.
+        arguments: of ``make_plans``, beside those of the subject.
 
     Raises:
         ConfigurationError: if a setting cannot be used.
     """
-    device = asked.device
-    if device is None:
+    if asked.device is None:
         return Outcome(asked=asked, verdict="cannot tell", reason=asked.obstacle)
-    has_budget = arguments.get("budget", "auto") != "auto"
     try:
-        plan = make_plan(
-            subject.module,
-            subject.batch,
-            loss=subject.loss,
-            optimizer=subject.optimizer,
-            device=asked.name,
-            **arguments,
-        )
-    except NoFeasiblePlanError as error:
-        return _without_a_plan(asked, device, error, has_budget=has_budget)
+        (found,) = _plans((asked.name,), subject, arguments)
     except UnsupportedError as error:
         return Outcome(asked=asked, verdict="cannot tell", reason=str(error))
     except TraceError as error:
@@ -115,7 +105,47 @@ def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any]) -> 
         if subject.on_meta:
             reason += " On the meta device its module has no values; if that is why, --real makes it for real."
         return Outcome(asked=asked, verdict="cannot tell", reason=reason)
-    return _with_a_plan(asked, device, plan, has_budget=has_budget)
+    return _outcome(asked, asked.device, found, arguments)
+
+
+def outcomes_on(asked: Sequence[Asked], subject: Subject, arguments: Mapping[str, Any]) -> list[Outcome]:
+    """As :func:`outcome_on` for each device; what does not depend on the device is traced once.
+
+    Raises:
+        ConfigurationError: if a setting cannot be used.
+    """
+    known = [(each, each.device) for each in asked if each.device is not None]
+    found: dict[str, Outcome] = {}
+    if len(known) > 1:
+        # What one of them cannot tell, another may: then each is asked by itself.
+        with suppress(UnsupportedError, TraceError):
+            plans = _plans([each.name for each, _ in known], subject, arguments)
+            found = {
+                each.name: _outcome(each, device, plan, arguments)
+                for (each, device), plan in zip(known, plans, strict=True)
+            }
+    return [found.get(each.name) or outcome_on(each, subject, arguments) for each in asked]
+
+
+def _plans(devices: Sequence[str], subject: Subject, arguments: Mapping[str, Any]) -> list[Plan | NoFeasiblePlanError]:
+    plans = make_plans(
+        subject.module,
+        subject.batch,
+        devices=devices,
+        loss=subject.loss,
+        optimizer=subject.optimizer,
+        **arguments,
+    )
+    return list(plans.values())
+
+
+def _outcome(
+    asked: Asked, device: DeviceSpec, found: Plan | NoFeasiblePlanError, arguments: Mapping[str, Any]
+) -> Outcome:
+    has_budget = arguments.get("budget", "auto") != "auto"
+    if isinstance(found, NoFeasiblePlanError):
+        return _without_a_plan(asked, device, found, has_budget=has_budget)
+    return _with_a_plan(asked, device, found, has_budget=has_budget)
 
 
 def _with_a_plan(asked: Asked, device: DeviceSpec, plan: Plan, *, has_budget: bool) -> Outcome:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_memfit.batch_tree import batch_size_of
 from lightning_memfit.cli.documents import plan_document
-from lightning_memfit.cli.outcomes import Asked, Outcome, exit_code_of, outcome_on
+from lightning_memfit.cli.outcomes import Asked, Outcome, exit_code_of, outcomes_on
 from lightning_memfit.cli.plan_text import print_outcomes
 from lightning_memfit.cli.subject import Subject, subject_of
 from lightning_memfit.errors import UnsupportedError
@@ -44,7 +44,7 @@ def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
         settings = {**subject.settings, **given}
         settings.setdefault("effective_batch_size", batch_size_of(subject.batch))
         settings["cache_dir"] = default_cache_dir()
-        outcomes = [outcome_on(each, subject, settings) for each in asked]
+        outcomes = outcomes_on(asked, subject, settings)
         return _said(subject, outcomes, notes, arguments, say)
 
 

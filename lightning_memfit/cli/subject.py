@@ -229,5 +229,6 @@ def subject_of(arguments: Namespace) -> Iterator[Subject]:
         config_name=arguments.config_name,
         overrides=arguments.overrides,
         real=arguments.real,
+        effective_batch_size=arguments.effective_batch_size,
     ) as subject:
         yield subject

@@ -92,12 +92,14 @@ def _with_settings(device: DeviceSpec, text: str | None) -> DeviceSpec:
     allowed = AllocatorSettings.from_text(text).allowed_bytes(device.capacity_bytes)
     if allowed is None:
         return replace(device, allocator_settings=text)
+    beside = device.context_high_bytes or 0  # a fraction limits torch's own bytes
+    capacity = min(device.capacity_bytes, allowed + beside)
     return replace(
         device,
         allocator_settings=text,
         memory_fraction=allowed / device.capacity_bytes,
-        capacity_bytes=allowed,
-        available_bytes=allowed,
+        capacity_bytes=capacity,
+        available_bytes=capacity,
     )
 
 

@@ -83,8 +83,8 @@ def detect_gpu(index: int | None, *, driver: Driver, host: DeviceSpec) -> Device
        not be loaded yet, can add to it. Where the driver does not tell, it is the catalogue's range.
     2. ``process_bytes`` is the reserved bytes and the context; of a range, the low end, since what the context takes
        already is no longer free.
-    3. ``capacity_bytes`` is free now and what this process holds, and at most what torch may reserve. Never the total:
-       neighbours hold some of that.
+    3. ``capacity_bytes`` is free now and what this process holds, and at most what torch may reserve and the context
+       beside it. Never the total: neighbours hold some of that.
 
     Args:
         index: torch's index of the GPU; the current one if ``None``.
@@ -112,7 +112,7 @@ def detect_gpu(index: int | None, *, driver: Driver, host: DeviceSpec) -> Device
     fraction = driver.memory_fraction(index)
     capacity = free + reserved + context_now
     if fraction is not None:
-        capacity = min(capacity, int(fraction * facts.total_bytes))
+        capacity = min(capacity, int(fraction * facts.total_bytes) + context_now)  # of torch's own bytes
     has_rates = model is not None and profile is None
     return DeviceSpec(
         name=facts.name,

@@ -1,7 +1,7 @@
 """Rates of a GPU that is not here: what its vendor says it can do at most, and assumed shares of that.
 
-No time that comes of it was measured. The order of settings and the size of a step can be told, its seconds to perhaps
-a third; a run on the device measures them.
+No time that comes of it was measured, and how far it is off is not known. It ranks settings; a run on the device
+measures them.
 
 Source: Williams, Waterman and Patterson, Roofline: an insightful visual performance model (CACM 52/4, 2009).
 """

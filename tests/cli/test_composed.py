@@ -52,6 +52,12 @@ def test_a_loader_whose_batch_does_not_divide_is_planned_as_it_would_be_rebuilt(
     assert (split["loader_batch_size"], split["accumulate_grad_batches"]) == (3, 2)
 
 
+def test_an_effective_batch_given_as_an_option_cuts_the_loaders_batch_too(memfit: Memfit) -> None:
+    ran = memfit("plan", "--effective-batch-size", "6", "memfit.effective_batch_size=8", "--device", "t4", "--json")
+    split = ran.document["devices"][0]["plan"]["forecast"]["candidate"]["split"]
+    assert (split["effective_batch_size"], split["loader_batch_size"], split["accumulate_grad_batches"]) == (6, 3, 2)
+
+
 def test_what_a_forecast_leaves_out_is_said(memfit: Memfit) -> None:
     ran = memfit(
         "plan", "memfit.max_length=512", "+trainer.gradient_clip_val=1.0", "+trainer.devices=2", "--device", "t4",

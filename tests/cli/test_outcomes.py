@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from torch import nn
 
 from lightning_memfit.cli import outcomes
 from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
-from lightning_memfit.cli.outcomes import Asked, Outcome, Verdict, exit_code_of, outcome_on
+from lightning_memfit.cli.outcomes import Asked, Outcome, Verdict, exit_code_of, outcome_on, outcomes_on
 from lightning_memfit.cli.subject import Subject
-from lightning_memfit.errors import NoFeasiblePlanError
+from lightning_memfit.errors import NoFeasiblePlanError, TraceError
 from lightning_memfit.hardware.catalog import catalog_device, find_gpu
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown
 from lightning_memfit.units import GIB
@@ -46,12 +47,13 @@ def test_one_that_does_not_fit_says_more_than_one_that_cannot_be_told() -> None:
 def missing(bytes_missing: int, monkeypatch: pytest.MonkeyPatch, name: str = "t4", **arguments: Any) -> Outcome:
     """The outcome where the smallest plan misses the budget by so many bytes."""
 
-    def nothing_fits(*positional: Any, **named: Any) -> None:
-        raise NoFeasiblePlanError(
+    def nothing_fits(*positional: Any, devices: Sequence[str], **named: Any) -> dict[str, NoFeasiblePlanError]:
+        error = NoFeasiblePlanError(
             "No plan fits.", budget_bytes=11 * GIB - bytes_missing, best_peak_bytes=11 * GIB, smallest=SMALLEST
         )
+        return dict.fromkeys(devices, error)
 
-    monkeypatch.setattr(outcomes, "make_plan", nothing_fits)
+    monkeypatch.setattr(outcomes, "make_plans", nothing_fits)
     return outcome_on(Asked(name=name, device=catalog_device(name)), SUBJECT, arguments)
 
 
@@ -90,3 +92,32 @@ def test_gpus_with_room_are_those_whose_own_budget_is_enough_smallest_first(monk
     assert with_room[0] == "t4" and "rtx-3060" not in with_room and with_room[-1] == "b200"
     # Where the budget was given, another device does not help.
     assert missing(2 * GIB, monkeypatch, budget=9 * GIB).catalogue_with_room == ()
+
+
+def test_several_devices_are_planned_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def nothing_fits(*positional: Any, devices: Sequence[str], **named: Any) -> dict[str, NoFeasiblePlanError]:
+        calls.append(tuple(devices))
+        return {
+            name: NoFeasiblePlanError("No plan fits.", budget_bytes=1, best_peak_bytes=11 * GIB) for name in devices
+        }
+
+    monkeypatch.setattr(outcomes, "make_plans", nothing_fits)
+    absent = Asked(name="cuda:0", device=None, obstacle="no GPU here")
+    asked = [Asked(name="t4", device=catalog_device("t4")), absent, Asked(name="l4", device=catalog_device("l4"))]
+    assert [each.verdict for each in outcomes_on(asked, SUBJECT, {})] == ["does not fit", "cannot tell", "does not fit"]
+    assert calls == [("t4", "l4")]
+
+
+def test_what_one_device_cannot_tell_another_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_the_l4(*positional: Any, devices: Sequence[str], **named: Any) -> dict[str, NoFeasiblePlanError]:
+        if "t4" in devices:
+            raise TraceError("needs values")
+        return {
+            name: NoFeasiblePlanError("No plan fits.", budget_bytes=1, best_peak_bytes=11 * GIB) for name in devices
+        }
+
+    monkeypatch.setattr(outcomes, "make_plans", only_the_l4)
+    asked = [Asked(name=name, device=catalog_device(name)) for name in ("t4", "l4")]
+    assert [each.verdict for each in outcomes_on(asked, SUBJECT, {})] == ["cannot tell", "does not fit"]

@@ -138,9 +138,9 @@ def test_the_host_can_be_planned_for_too(plan: Plan, monkeypatch: pytest.MonkeyP
     from lightning_memfit.cli import outcomes
 
     def without_probing(*positional: Any, **named: Any) -> Any:
-        return forecasting.make_plan(*positional, **named, probe_operators=False)
+        return forecasting.make_plans(*positional, **named, probe_operators=False)
 
-    monkeypatch.setattr(outcomes, "make_plan", without_probing)
+    monkeypatch.setattr(outcomes, "make_plans", without_probing)
     monkeypatch.setattr(forecasting, "rates_of", lambda spec, cache_dir: None)
     ran = plan("triple", "--device", "cpu", "--json", batch="4x8")
     (found,) = ran.document["devices"]
@@ -198,7 +198,7 @@ def test_what_is_not_foreseen_is_no_verdict_either(plan: Plan, monkeypatch: pyte
     def broken(*positional: Any, **named: Any) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr(outcomes, "make_plan", broken)
+    monkeypatch.setattr(outcomes, "make_plans", broken)
     ran = plan("triple", "--device", "t4", batch="4x8")
     assert ran.code == CANNOT_TELL
     assert "KeyError: 'lost'. This is not foreseen" in ran.err and "Traceback" not in ran.err

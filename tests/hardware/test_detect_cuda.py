@@ -145,8 +145,8 @@ def test_neighbours_whose_memory_the_driver_hides_are_named_and_said_to_be_unkno
 def test_torchs_own_limit_bounds_the_capacity() -> None:
     device = detected(FakeGpu(fraction=0.25))
     assert device.memory_fraction == 0.25
-    # a quarter of 42298834944
-    assert device.capacity_bytes == 10574708736
+    # a quarter of 42298834944, which is of torch's bytes, and the context beside them
+    assert device.capacity_bytes == 10574708736 + (device.process_bytes - 2 * GIB)
 
 
 def test_a_whole_share_is_no_limit() -> None:
