@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from torch.nn import functional as F
 
 from lightning_memfit import forecast, make_plan
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, TraceError, UnsupportedError
+from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.hardware.catalog import catalog, catalog_device
 from lightning_memfit.hardware.detect import detect_device
+from lightning_memfit.plan import BatchSplit, Candidate, balanced_slices
 from lightning_memfit.predict.cuda_temporaries import CudaArchitecture
 from lightning_memfit.targets import CudaTarget, FormulaProber, HostTarget, target_of
-from lightning_memfit.trace.timeline import Signature, TensorShape
+from lightning_memfit.trace.op_probe import Probes
+from lightning_memfit.trace.timeline import ProbeResult, Signature, TensorShape
+from lightning_memfit.trace.training_step import program_of
 
 MIB, GIB = 2**20, 2**30
 
@@ -135,10 +140,6 @@ def test_an_undivided_forecast_is_that_of_its_trace() -> None:
 
 
 def _traced(micro_batch_size: int | None) -> int:
-    from lightning_memfit.forecaster import Forecaster
-    from lightning_memfit.plan import BatchSplit, Candidate, balanced_slices
-    from lightning_memfit.trace.training_step import program_of
-
     target = target_of(catalog_device("a100-40gb"))
     assert isinstance(target, CudaTarget)
     forecaster = Forecaster(
@@ -223,10 +224,6 @@ def test_a_memory_fraction_in_the_allocators_settings_caps_the_budget(monkeypatc
 
 
 def test_convolutions_are_named_as_left_out() -> None:
-    from lightning_memfit.forecaster import Forecaster
-    from lightning_memfit.plan import BatchSplit, Candidate
-    from lightning_memfit.trace.training_step import program_of
-
     target = target_of(catalog_device("a100-40gb"))
     assert isinstance(target, CudaTarget)
     forecaster = Forecaster(
@@ -238,3 +235,31 @@ def test_convolutions_are_named_as_left_out() -> None:
     split = BatchSplit(effective_batch_size=64, loader_batch_size=64, slice_sizes=(64,))
     notes = forecaster(Candidate(precision="32-true", split=split)).notes
     assert any(note.startswith("aten.convolution.default could not be probed (its library decides") for note in notes)
+
+
+class OnlyThisSize:
+    """Knows of one operator that it hides a number of bytes, at one size of its first dimension."""
+
+    def __init__(self, rows: int, hidden_bytes: int) -> None:
+        self.rows, self.hidden_bytes = rows, hidden_bytes
+
+    def probe(self, signatures: Sequence[Signature]) -> Probes:
+        """Of matrix products with so many rows."""
+        results = {
+            number: ProbeResult(peak_bytes=0, output_bytes={}, hidden_bytes=self.hidden_bytes)
+            for number, signature in enumerate(signatures)
+            if signature.op == "aten.addmm.default" and signature.args[1].size[0] == self.rows
+        }
+        return Probes(results=results)
+
+
+def test_gpus_that_differ_only_at_a_size_that_was_not_recorded_do_not_share_its_replay() -> None:
+    # Recorded are 4,096 and 1,024 samples; of 683 only the second GPU hides anything, and more than all else together.
+    target = target_of(catalog_device("a100-40gb"))
+    program = program_of(Net(), loss=loss, optimizer=torch.optim.SGD)
+    first = Forecaster(program, BATCH, prober=OnlyThisSize(683, 0), target=target)
+    second = first.for_device(target, prober=OnlyThisSize(683, GIB), rates=None)
+    split = BatchSplit(effective_batch_size=4096, loader_batch_size=4096, slice_sizes=balanced_slices(4096, 6))
+    candidate = Candidate(precision="32-true", split=split)
+    peaks = [forecaster(candidate).memory.peak_allocated_bytes for forecaster in (first, second, first)]
+    assert peaks[0] == peaks[2] < GIB < peaks[1]
