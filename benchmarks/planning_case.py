@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.llama import SHAPES, Llama, next_token_loss
-from lightning_memfit.forecaster import Forecaster, autocast_context
+from lightning_memfit.applied_in_a_trace import autocast_context
+from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.forecasting import make_plan
 from lightning_memfit.plan import Precision
 from lightning_memfit.predict.memory import predict_memory

@@ -23,9 +23,10 @@ import torch
 
 from benchmarks.zoo import ZooCase, build
 from benchmarks.zoo_models import MODELS
+from lightning_memfit.applied_in_a_trace import autocast_context, checkpointed
 from lightning_memfit.apply.optimizer_levers import with_levers
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
-from lightning_memfit.forecaster import Forecaster, autocast_context, checkpointed
+from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.hardware.measure_rates import measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.unlogged import unlogged

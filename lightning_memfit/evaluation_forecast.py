@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from lightning_memfit.applied_in_a_trace import autocast_context, floating_dtype
 from lightning_memfit.apply.batch_scan import ScannedBatch
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import TraceError
-from lightning_memfit.forecaster import autocast_context, floating_dtype
 from lightning_memfit.measurement import EVALUATION_STEPS
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.plan import Forecast

@@ -7,20 +7,17 @@ the very candidate.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
+from lightning_memfit.applied_in_a_trace import StepContext, autocast_context, checkpointed, floating_dtype
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts, faked_quantisation, optimizer_facts, with_levers
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
-from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
+from lightning_memfit.errors import BatchStructureError, TraceError
 from lightning_memfit.fingerprint import optimizer_words
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown, Precision
 from lightning_memfit.predict.memory import predict_memory
@@ -47,8 +44,6 @@ if TYPE_CHECKING:
 
 _AGREEMENT = 0.001
 """Share of the peak by which what is derived may differ from what is traced before the former is no longer believed."""
-StepContext = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of one forward."""
 PrepareOptimizer = Callable[[Optimizer, Candidate], Optimizer]
 """(optimizer as configured, candidate) to the optimizer as the candidate wants it."""
 _Layouts = tuple[GradientLayout | None, ...]
@@ -460,53 +455,6 @@ def _timeline_of(variant: Variant, recorded: Recorded, step: _OptimizerStep) -> 
 
 def _whole(window: VariantSeconds | None, variant: Variant, step: StepSeconds | None) -> float | None:
     return None if window is None or step is None else window.of(variant, step)
-
-
-def floating_dtype(candidate: Candidate) -> torch.dtype | None:
-    """The dtype that module and batch have under a precision, if not their own."""
-    return torch.bfloat16 if candidate.precision == "bf16-true" else None
-
-
-def autocast_context(precision: Precision) -> StepContext:
-    """The forward's context for a precision, as Lightning's plugins make it.
-
-    Source: ``lightning/pytorch/plugins/precision/amp.py`` and ``half.py``, 2.6: autocast without a cache of casted
-    weights; for ``bf16-true`` the default dtype of new tensors.
-
-    Raises:
-        ConfigurationError: for a precision that is not forecast.
-    """
-    if precision == "32-true":
-        return nullcontext
-    if precision == "bf16-mixed":
-        return lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
-    if precision == "16-mixed":
-        return lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False)
-    if precision == "bf16-true":
-        return _bfloat16_by_default
-    raise ConfigurationError(
-        f"precision={precision!r} is not forecast. Choose '32-true', 'bf16-mixed', '16-mixed' or 'bf16-true'."
-    )
-
-
-@contextmanager
-def _bfloat16_by_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def checkpointed(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Recompute the named modules within this context."""
-    undo = checkpoint_modules(module, names)
-    try:
-        yield
-    finally:
-        undo()
 
 
 def _way_out(reason: str | None) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from lightning_memfit.applied_in_a_trace import autocast_context, checkpointed, floating_dtype
 from lightning_memfit.apply.optimizer_levers import (
     OptimizerFacts,
     faked_quantisation,
@@ -23,7 +24,6 @@ from lightning_memfit.apply.optimizer_levers import (
 from lightning_memfit.apply.scheduler_binding import Exchange, rebind
 from lightning_memfit.errors import TraceError
 from lightning_memfit.fingerprint import optimizer_words
-from lightning_memfit.forecaster import autocast_context, checkpointed, floating_dtype
 from lightning_memfit.plan import Candidate, Forecast
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.manual_step import MOST_BATCHES, ManualProgram, look_at_optimizers, trace_manual_steps

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_memfit import forecaster as forecaster_module
 from lightning_memfit import recorded_steps
+from lightning_memfit.applied_in_a_trace import autocast_context, checkpointed
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
-from lightning_memfit.forecaster import Forecaster, autocast_context, checkpointed
+from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, balanced_slices

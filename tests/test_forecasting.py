@@ -16,8 +16,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memfit.applied_in_a_trace import autocast_context, checkpointed
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, TraceError
-from lightning_memfit.forecaster import Forecaster, autocast_context, checkpointed
+from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.forecasting import forecast, make_plan, make_plans, resident_bytes, trace_step
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes

@@ -69,7 +69,7 @@ def step_of(case: CudaCase, rules: DeviceRules, autocast_device: str) -> dict[st
     import torch
 
     from benchmarks.zoo import ZooCase, build
-    from lightning_memfit.forecaster import checkpointed
+    from lightning_memfit.applied_in_a_trace import checkpointed
     from lightning_memfit.search.checkpointing import find_repeated_blocks
     from lightning_memfit.trace.training_step import program_of, trace_window
 

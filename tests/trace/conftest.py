@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memfit.applied_in_a_trace import autocast_context, checkpointed
 from lightning_memfit.batch_tree import tensors_of
-from lightning_memfit.forecaster import autocast_context, checkpointed
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import MemoryBreakdown, Precision

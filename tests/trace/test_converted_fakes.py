@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.forecaster import autocast_context
+from lightning_memfit.applied_in_a_trace import autocast_context
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memfit.applied_in_a_trace import autocast_context, checkpointed
 from lightning_memfit.batch_tree import split_by_sizes
-from lightning_memfit.forecaster import autocast_context, checkpointed
 from lightning_memfit.plan import Precision
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.predict.optimizer_step import optimizer_step_cost

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memfit.forecaster import checkpointed
+from lightning_memfit.applied_in_a_trace import checkpointed
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.timeline import Free, Operation, Timeline
