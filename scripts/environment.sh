@@ -21,7 +21,7 @@ _install() {
     rm -f "$root/.venv/installed"
     echo "Installing into $root/.venv (once; a minute or so)" >&2
     "$base" -m venv "$root/.venv" &&
-        "$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" -e "$root[bitsandbytes,cli,models,test]" &&
+        "$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" -e "$root[bitsandbytes,cli,docs,models,sweeps,test]" &&
         _fingerprint > "$root/.venv/installed"
 }
 
