@@ -21,7 +21,9 @@ from lightning_memfit.errors import (
 from lightning_memfit.forecasting import forecast, make_plan, trace_step
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.no_fit import NoFit
 from lightning_memfit.plan import Measurement, MemoryBreakdown, Plan
+from lightning_memfit.sweep_objective import objective
 from lightning_memfit.trace.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ __all__ = [
     "MemFitError",
     "MemoryBreakdown",
     "NoFeasiblePlanError",
+    "NoFit",
     "Plan",
     "PlanFileError",
     "StalePlanError",
@@ -48,6 +51,7 @@ __all__ = [
     "detect_device",
     "forecast",
     "make_plan",
+    "objective",
     "trace_step",
 ]
 

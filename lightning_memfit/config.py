@@ -6,13 +6,16 @@ Hydra and OmegaConf are imported where they are needed, so that the package work
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_memfit import plan
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.settings import check_no_fit_value, plan_request
 
 if TYPE_CHECKING:
     from lightning_memfit.plugin import MemFit
@@ -20,15 +23,6 @@ if TYPE_CHECKING:
 SCHEMA_NAME = "memfit_schema"
 """Name of the schema in Hydra's config store; no YAML file has it, since Hydra would merge equal names unasked."""
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "precision": ("auto", *get_args(plan.Precision)),
-    "optimizer_states": ("auto", *get_args(plan.OptimizerStates)),
-    "offload": ("auto", *get_args(plan.Offload)),
-    "optimizer_implementation": ("auto", *get_args(plan.OptimizerImplementation)),
-    "mode": get_args(plan.Mode),
-    "on_no_fit": get_args(plan.OnNoFit),
-}
-_CHECKPOINTING_WORDS = ("auto", "none", "blocks")
 _FUNCTIONS = ("split_batch", "worst_batch")
 _LOSS_WEIGHT_WORDS = get_args(plan.LossWeightWord)
 
@@ -72,6 +66,8 @@ class MemFitConfig:
     """``"apply"``, ``"report"`` or ``"off"``."""
     on_no_fit: str = "raise"
     """``"raise"``, ``"skip"`` or ``"value"``."""
+    no_fit_value: float | None = None
+    """The objective of a run that does not fit, under ``on_no_fit="value"``."""
     num_profiled_steps: int = 2
     """Optimizer steps of the memory warm-up."""
     planning_seconds: float | None = None
@@ -118,23 +114,48 @@ def memfit_arguments(config: Mapping[str, Any] | Any) -> dict[str, Any]:
     unknown = sorted(set(given) - set(defaults))
     if unknown:
         raise ConfigurationError(
-            f"memfit.{unknown[0]}={given[unknown[0]]!r} is not a setting of MemFit. "
-            f"Choose one of: {', '.join(defaults)}."
+            f"memfit.{unknown[0]}={given[unknown[0]]!r} is not a setting of MemFit. {setting_words(unknown[0])}"
         )
     arguments = {**defaults, **given}
     arguments["mode"] = _unquoted_off(arguments["mode"])
-    for key, choices in _CHOICES.items():
-        _check(key, arguments[key], arguments[key] in choices, _one_of(choices))
-    for key in ("effective_batch_size", "max_length"):
-        _check(key, arguments[key], arguments[key] is None or _is_count(arguments[key]), "null or a whole number >= 1")
-    _check_others(arguments)
-    arguments["activation_checkpointing"] = _checkpointing(arguments["activation_checkpointing"])
     for key in _FUNCTIONS:
         if arguments[key] is not None:
             arguments[key] = _import_function(key, arguments[key])
     if arguments["loss_weight"] not in _LOSS_WEIGHT_WORDS:
         arguments["loss_weight"] = _import_function("loss_weight", arguments["loss_weight"])
+    for key in ("plan", "cache_dir"):
+        _check(key, arguments[key], arguments[key] is None or isinstance(arguments[key], str), "null or a path")
+    _check("verbose", arguments["verbose"], isinstance(arguments["verbose"], bool), "true, false")
+    arguments["activation_checkpointing"] = request_of(arguments).activation_checkpointing
     return arguments
+
+
+def setting_words(unknown: str) -> str:
+    """Which settings there are, and which one was probably meant.
+
+    >>> setting_words("budgit")[:22]
+    "Did you mean 'budget'?"
+    """
+    names = [field.name for field in dataclasses.fields(MemFitConfig)]
+    near = difflib.get_close_matches(unknown, names, n=1)
+    return f"{f'Did you mean {near[0]!r}? ' if near else ''}Choose one of: {', '.join(names)}."
+
+
+def request_of(arguments: Mapping[str, Any]) -> plan.PlanRequest:
+    """The one place where the values of a config are converted and checked.
+
+    Args:
+        arguments: of ``MemFit``, as :func:`memfit_arguments` gives them.
+
+    Raises:
+        ConfigurationError: with the key as it stands in a config, the value and the choices.
+    """
+    named = inspect.signature(plan_request).parameters
+    try:
+        check_no_fit_value(arguments["on_no_fit"], arguments["no_fit_value"])
+        return plan_request(**{name: arguments[name] for name in named})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"memfit.{error}") from None
 
 
 def memfit_from_config(config: Mapping[str, Any] | Any) -> MemFit:
@@ -171,38 +192,6 @@ def _resolved(config: Any) -> Any:
         raise ConfigurationError(f"The memfit config cannot be resolved: {error}") from error
 
 
-def _check_others(arguments: Mapping[str, Any]) -> None:
-    for key in ("budget", "headroom"):
-        value = arguments[key]
-        text_or_bytes = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
-        _check(key, value, text_or_bytes, "'auto', a number of bytes, or text such as '700MiB'")
-    value = arguments["micro_batch_size"]
-    _check("micro_batch_size", value, value == "auto" or _is_count(value), "'auto' or a whole number >= 1")
-    for key in ("allow_inexact_slicing", "verbose"):
-        _check(key, arguments[key], isinstance(arguments[key], bool), "true, false")
-    steps = arguments["num_profiled_steps"]
-    _check("num_profiled_steps", steps, _is_count(steps) and steps >= 2, "a whole number >= 2")
-    seconds = arguments["planning_seconds"]
-    is_time = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0
-    _check("planning_seconds", seconds, seconds is None or is_time, "null or seconds > 0")
-    for key in ("plan", "cache_dir"):
-        _check(key, arguments[key], arguments[key] is None or isinstance(arguments[key], str), "null or a path")
-
-
-def _checkpointing(value: Any) -> str | tuple[str, ...]:
-    if isinstance(value, str) and value in _CHECKPOINTING_WORDS:
-        return value
-    patterns = (value,) if isinstance(value, str) and set(value) & set(".*?[") else value
-    is_patterns = isinstance(patterns, (list, tuple)) and all(isinstance(item, str) for item in patterns)
-    _check(
-        "activation_checkpointing",
-        value,
-        is_patterns and len(patterns) > 0,
-        f"{_one_of(_CHECKPOINTING_WORDS)}, or a list of patterns of module names such as ['blocks.*']",
-    )
-    return tuple(patterns)
-
-
 def _unquoted_off(value: Any) -> Any:
     """YAML 1.1 reads a bare ``off`` as false, and a field of text shows that as ``"False"``."""
     return "off" if value in (False, "False") else value
@@ -223,14 +212,10 @@ def _import_function(key: str, path: Any) -> Any:
     return function
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _one_of(choices: tuple[str, ...]) -> str:
     return ", ".join(repr(choice) for choice in choices)
 
 
 def _check(key: str, value: Any, is_right: bool, choices: str) -> None:
     if not is_right:
-        raise ConfigurationError(f"memfit.{key}={value!r} is not known. Choose: {choices}.")
+        raise ConfigurationError(f"memfit.{key}={value!r} is not known. Choose one of: {choices}.")

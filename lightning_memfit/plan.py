@@ -36,6 +36,7 @@ Category = Literal[
 Phase = Literal["forward", "zero_grad", "backward", "gradient_clipping", "optimizer_step", "evaluation"]
 Method = Literal["traced", "extrapolated", "floor"]
 
+_CHECKPOINTING_WORDS = ("auto", "none", "blocks")
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -89,13 +90,18 @@ class PlanRequest:
         _check_count("budget", self.budget)
         _check_count("headroom", self.headroom, least=0)
         _check_choice("precision", self.precision, (None, *get_args(Precision)))
-        if isinstance(self.activation_checkpointing, str):
-            _check_choice("activation_checkpointing", self.activation_checkpointing, ("auto", "none", "blocks"))
+        asked = self.activation_checkpointing
+        if isinstance(asked, str) and asked not in _CHECKPOINTING_WORDS:
+            raise ConfigurationError(
+                f"activation_checkpointing={asked!r} is not known. Choose one of: 'auto', 'none', "
+                "'blocks', or a list of patterns of module names such as ['blocks.*']."
+            )
         _check_choice("optimizer_states", self.optimizer_states, ("auto", *get_args(OptimizerStates)))
         _check_choice("offload", self.offload, ("auto", *get_args(Offload)))
         _check_choice(
             "optimizer_implementation", self.optimizer_implementation, ("auto", *get_args(OptimizerImplementation))
         )
+        _check_choice("allow_inexact_slicing", self.allow_inexact_slicing, (True, False))
         _check_choice("mode", self.mode, get_args(Mode))
         _check_choice("on_no_fit", self.on_no_fit, get_args(OnNoFit))
         if isinstance(self.num_profiled_steps, bool) or not isinstance(self.num_profiled_steps, int):

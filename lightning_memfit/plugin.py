@@ -12,7 +12,7 @@ import importlib
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -24,19 +24,22 @@ from rich.markup import escape
 
 from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states, without_linked_momentum
 from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
+from lightning_memfit.apply.quiet_end import quiet_end
 from lightning_memfit.apply.resumed import resumed_checkpoint
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.batch_functions import BatchFunctions
-from lightning_memfit.errors import ConfigurationError, MemFitError, first_line
+from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasiblePlanError, first_line
 from lightning_memfit.fit_session import FitSession, default_cache_dir
-from lightning_memfit.plan import Measurement, Plan, PlanRequest
+from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_of
+from lightning_memfit.plan import Measurement, Plan
+from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
 from lightning_memfit.planning import Announce
 from lightning_memfit.preconditions import check_batch_functions, check_settings, check_trainer, idle_reason
 from lightning_memfit.report.hyperparameters import hyperparameters_of, log_hyperparameters
-from lightning_memfit.report.record import write_record
+from lightning_memfit.report.record import write_no_fit, write_record
 from lightning_memfit.report.table import render_measurement, render_plan
-from lightning_memfit.units import parse_bytes
+from lightning_memfit.settings import check_no_fit_value, plan_request
 from lightning_memfit.upstream import namespace_of
 
 try:
@@ -73,7 +76,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     it, proves it with profiled steps that leave no trace, and lets training go on. It stands in front of Lightning's
     own precision plugin, whose checkpoints it reads and writes.
 
-    After planning ``plan`` holds what was chosen; after the warm-up ``measured`` holds what was measured.
+    After planning ``plan`` holds what was chosen; after the warm-up ``measured`` holds what was measured. Where nothing
+    fits and that is no error, ``no_fit`` says why, and the other two are ``None``.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         allow_inexact_slicing: bool = False,
         mode: str = "apply",
         on_no_fit: str = "raise",
+        no_fit_value: float | None = None,
         num_profiled_steps: int = 2,
         planning_seconds: float | None = None,
         plan: Any = None,
@@ -131,7 +136,10 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             allow_inexact_slicing: slice also where the result differs from that of the undivided batch.
             mode: ``"apply"``, ``"report"`` (plan and print, change nothing; raises where ``"apply"`` would) or
                 ``"off"``.
-            on_no_fit: ``"raise"``.
+            on_no_fit: ``"raise"``; or ``"skip"`` and ``"value"``, with which a run that does not fit is a result:
+                ``fit`` returns without having trained, ``no_fit`` and ``no_fit.yaml`` say why, and
+                :func:`~lightning_memfit.objective` gives NaN or ``no_fit_value``.
+            no_fit_value: the objective of such a run under ``on_no_fit="value"``.
             num_profiled_steps: optimizer steps of the memory warm-up, at least 2.
             planning_seconds: upper limit of the time for search and comparison; the proof of the plan always runs.
             plan: a plan made before, as a path, a :class:`Plan` or plain data: the search is skipped, the proof is not.
@@ -144,29 +152,32 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             UnsupportedError: for a lever that is not in this release.
         """
         self.__class__ = _accepted_by_imported_trainers(type(self))  # pytorch_lightning may be imported by now
-        self.request = PlanRequest(
+        self.request = plan_request(
             effective_batch_size=effective_batch_size,
-            budget=_bytes_or_auto(budget, "budget"),
-            headroom=None if headroom == "auto" else 0 if headroom == 0 else parse_bytes(headroom, setting="headroom"),
-            precision=None if precision == "auto" else precision,  # type: ignore[arg-type]  # checked by PlanRequest
-            activation_checkpointing=_names_or_word(activation_checkpointing),
-            optimizer_states=optimizer_states,  # type: ignore[arg-type]
-            offload=offload,  # type: ignore[arg-type]
-            micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
-            optimizer_implementation=optimizer_implementation,  # type: ignore[arg-type]
-            loss_weight=loss_weight if isinstance(loss_weight, str) else getattr(loss_weight, "__name__", "function"),
+            budget=budget,
+            headroom=headroom,
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            optimizer_states=optimizer_states,
+            offload=offload,
+            micro_batch_size=micro_batch_size,
+            optimizer_implementation=optimizer_implementation,
+            loss_weight=loss_weight,
             max_length=max_length,
             allow_inexact_slicing=allow_inexact_slicing,
-            mode=mode,  # type: ignore[arg-type]
-            on_no_fit=on_no_fit,  # type: ignore[arg-type]
+            mode=mode,
+            on_no_fit=on_no_fit,
             num_profiled_steps=num_profiled_steps,
             planning_seconds=planning_seconds,
         )
+        check_no_fit_value(on_no_fit, no_fit_value)
         check_settings(self.request)
         check_batch_functions(split_batch=split_batch, loss_weight=loss_weight)
         self.verbose = verbose
+        self.no_fit_value = no_fit_value
         self.plan: Plan | None = None
         self.measured: Measurement | None = None
+        self.no_fit: NoFit | None = None
         self._functions = BatchFunctions(split_batch=split_batch, loss_weight=loss_weight)
         self._worst_batch = worst_batch
         self._given_plan = None if plan is None else given_plan(plan)
@@ -203,7 +214,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         module = self.delegate.convert_module(module)
         if trainer is None or not _is_fitting(trainer) or self._session is not None:
             return module
-        self.plan = self.measured = None  # those of an earlier fit, perhaps of another model
+        self.plan = self.measured = self.no_fit = None  # those of an earlier fit, perhaps of another model
         if self.is_off:
             return module
         check_trainer(trainer)
@@ -211,7 +222,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if idle is not None:
             self._say(f"MemFit leaves this run alone: {idle}.")
             return module
-        self._begin(trainer, module)
+        with self._not_fitting_is_a_result(trainer):
+            self._begin(trainer, module)
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -284,7 +296,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if session is None or self.measured is not None:
             return
         try:
-            with self._status() as announce:
+            with self._not_fitting_is_a_result(trainer), self._status() as announce:
                 session.prove(self._report_replanned, announce)
         except Exception as error:
             self._name_the_batch(error)
@@ -298,6 +310,22 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if self.verbose:
             render_measurement(self.plan, self.measured)
 
+    @contextmanager
+    def _not_fitting_is_a_result(self, trainer: Any) -> Iterator[None]:
+        """End the fit quietly where nothing fits, unless the user wants an error."""
+        try:
+            yield
+            return
+        except NoFeasiblePlanError as error:
+            if self.request.on_no_fit == "raise":
+                raise
+            self.no_fit = no_fit = no_fit_of(error)
+            self.plan = self.measured = None
+        # Outside of the except block: the error's traceback keeps what was planned alive.
+        self._write(trainer, lambda folder: write_no_fit(no_fit, folder), NO_FIT_FILE)
+        self._say(f"MemFit does not train this run, as on_no_fit={self.request.on_no_fit!r} asks: {no_fit.reason}")
+        raise quiet_end(trainer)
+
     def _name_the_batch(self, error: BaseException) -> None:
         """An error of the user's step may be one of the batch that the user gave."""
         if self._worst_batch is not None and isinstance(error, Exception) and not isinstance(error, MemFitError):
@@ -307,13 +335,20 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             )
 
     def _record(self, trainer: Any) -> None:
-        if self.plan is None or trainer.fast_dev_run:  # which writes no files
+        if self.plan is None:
+            return
+        plan, measured = self.plan, self.measured
+        self._write(trainer, lambda folder: write_record(plan, measured, folder), FILE_NAME)
+
+    def _write(self, trainer: Any, write: Callable[[str], object], name: str) -> None:
+        """Write a file where the run's logs are; the run goes on where that fails."""
+        if trainer.fast_dev_run:  # which writes no files
             return
         folder = trainer.log_dir or trainer.default_root_dir
         try:
-            write_record(self.plan, self.measured, folder)
+            write(folder)
         except Exception as error:  # libraries of remote folders raise errors of their own; training needs none of them
-            self._say(f"plan.yaml was not written to {folder}: {error}. The run goes on.")
+            self._say(f"{name} was not written to {folder}: {error}. The run goes on.")
 
     def _report_replanned(self, plan: Plan, found: str) -> None:
         self.plan = plan
@@ -368,10 +403,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             rich.print(escape(text))
 
 
-def _bytes_or_auto(value: int | str, setting: str) -> int | None:
-    return None if value == "auto" else parse_bytes(value, setting=setting)
-
-
 def _cache_directory(value: str | Path | None) -> Path | None:
     if value is None or value == "auto":
         return None if value is None else default_cache_dir()
@@ -387,18 +418,6 @@ def _cache_directory(value: str | Path | None) -> Path | None:
             "'auto', or None for no cache."
         ) from error
     return path
-
-
-def _names_or_word(value: str | Sequence[str]) -> Any:
-    if isinstance(value, str):
-        return value
-    names = tuple(value) if isinstance(value, Iterable) else ()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(
-            f"activation_checkpointing={value!r} must be 'auto', 'none', 'blocks', or patterns of module names such as "
-            "['encoder.layers.*']."
-        )
-    return names
 
 
 def _is_fitting(trainer: Any) -> bool:

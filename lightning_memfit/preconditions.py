@@ -14,7 +14,6 @@ from lightning_memfit.plan import PlanRequest
 
 _WORKING_VALUES = {
     "offload": ("never",),
-    "on_no_fit": ("raise",),
 }
 _WAY_OUT = "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
 

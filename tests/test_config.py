@@ -37,51 +37,75 @@ def test_values_given_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "choices"),
+    ("key", "value", "words"),
     [
-        ("precision", "bf17", "'auto', '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"),
-        ("optimizer_states", "4bit", "'auto', 'as-configured', '8bit'"),
-        ("offload", "always", "'auto', 'never', 'optimizer', 'parameters'"),
-        ("optimizer_implementation", "slow", "'auto', 'as-configured', 'single-tensor', 'foreach', 'fused'"),
-        ("mode", "on", "'apply', 'report', 'off'"),
-        ("on_no_fit", "ignore", "'raise', 'skip', 'value'"),
-        ("effective_batch_size", 0, "null or a whole number >= 1"),
-        ("effective_batch_size", True, "null or a whole number >= 1"),
-        ("max_length", -4, "null or a whole number >= 1"),
-        ("micro_batch_size", "half", "'auto' or a whole number >= 1"),
-        ("budget", 1.5, "'auto', a number of bytes, or text such as '700MiB'"),
-        ("headroom", None, "'auto', a number of bytes, or text such as '700MiB'"),
-        ("allow_inexact_slicing", "yes", "true, false"),
-        ("num_profiled_steps", 1, "a whole number >= 2"),
-        ("planning_seconds", 0, "null or seconds > 0"),
-        ("plan", 3, "null or a path"),
+        ("precision", "bf17", "is not known. Choose one of: 'auto', '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'."),
+        ("optimizer_states", "4bit", "is not known. Choose one of: 'auto', 'as-configured', '8bit'."),
+        ("offload", "always", "is not known. Choose one of: 'auto', 'never', 'optimizer', 'parameters'."),
+        (
+            "optimizer_implementation",
+            "slow",
+            "is not known. Choose one of: 'auto', 'as-configured', 'single-tensor', 'foreach', 'fused'.",
+        ),
+        ("mode", "on", "is not known. Choose one of: 'apply', 'report', 'off'."),
+        ("on_no_fit", "ignore", "is not known. Choose one of: 'raise', 'skip', 'value'."),
+        (
+            "on_no_fit",
+            "value",
+            "needs no_fit_value=: the objective of a run that does not fit, such as no_fit_value=1e9 where it is "
+            "minimised. Or use on_no_fit='skip'.",
+        ),
+        (
+            "no_fit_value",
+            3.0,
+            "is the objective of a run that does not fit under on_no_fit='value', and on_no_fit is 'raise'. Set "
+            "on_no_fit='value', or leave no_fit_value out.",
+        ),
+        ("no_fit_value", float("nan"), "must be a number, or be left out."),
+        ("effective_batch_size", 0, "must be a whole number of at least 1, or be left out."),
+        ("effective_batch_size", True, "must be a whole number of at least 1, or be left out."),
+        ("max_length", -4, "must be a whole number of at least 1, or be left out."),
+        ("micro_batch_size", "half", "must be a whole number of at least 1, or be left out."),
+        ("budget", 1.5, "is not a size. Write bytes as an int, or text such as '700MiB'."),
+        ("headroom", None, "is not a size. Write bytes as an int, or text such as '700MiB'."),
+        ("allow_inexact_slicing", "yes", "is not known. Choose one of: True, False."),
+        ("verbose", "yes", "is not known. Choose one of: true, false."),
+        (
+            "num_profiled_steps",
+            1,
+            "is too few: optimizers create their states in the first step, so that only the second shows the whole "
+            "peak. Use 2 or more.",
+        ),
+        ("planning_seconds", 0, "must be more than 0 seconds."),
+        ("plan", 3, "is not known. Choose one of: null or a path."),
         (
             "activation_checkpointing",
             "some",
-            "'auto', 'none', 'blocks', or a list of patterns of module names such as ['blocks.*']",
+            "is not known. Choose one of: 'auto', 'none', 'blocks', or a list of patterns of module names such as "
+            "['blocks.*'].",
         ),
         (
             "activation_checkpointing",
             [],
-            "'auto', 'none', 'blocks', or a list of patterns of module names such as ['blocks.*']",
+            "must be 'auto', 'none', 'blocks', or patterns of module names such as ['encoder.layers.*'].",
         ),
         (
             "loss_weight",
             "pixels",
-            "'samples', 'tokens', 'next-tokens', 'sum', or the import path of a function, "
-            "'my_package.my_module.my_function'",
+            "is not known. Choose one of: 'samples', 'tokens', 'next-tokens', 'sum', or the import path of a function, "
+            "'my_package.my_module.my_function'.",
         ),
     ],
 )
-def test_a_wrong_value_is_named_with_its_key_and_the_choices(key: str, value: Any, choices: str) -> None:
+def test_a_wrong_value_is_named_with_its_key_and_the_choices(key: str, value: Any, words: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         memfit_arguments({key: value})
-    assert str(error.value) == f"memfit.{key}={value!r} is not known. Choose: {choices}."
+    assert str(error.value) == f"memfit.{key}={value!r} {words}"
 
 
 def test_an_unknown_key_is_named_with_the_keys_there_are() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"^memfit\.budgit='1GiB' is not a setting of MemFit\. Choose one of: eff"
+        ConfigurationError, match=r"^memfit\.budgit='1GiB' is not a setting of MemFit\. Did you mean 'budget'\? Choose"
     ):
         memfit_arguments({"budgit": "1GiB"})
 
@@ -113,7 +137,7 @@ def test_what_is_no_config_is_refused() -> None:
 
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"^memfit\.split_batch='math\.pi' is not known\. Choose: the import path"
+        ConfigurationError, match=r"^memfit\.split_batch='math\.pi' is not known\. Choose one of: the import path"
     ):
         memfit_arguments({"split_batch": "math.pi"})
 
@@ -125,7 +149,8 @@ def test_a_bare_off_in_yaml_means_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "mode"), [("auto", "apply"), ("safe", "apply"), ("report", "report"), ("disabled", "off")]
+    ("preset", "mode"),
+    [("auto", "apply"), ("safe", "apply"), ("fast", "apply"), ("report", "report"), ("disabled", "off")],
 )
 def test_every_preset_composes(preset: str, mode: str) -> None:
     arguments = memfit_arguments(compose_memfit(f"memfit={preset}"))

@@ -294,7 +294,10 @@ def test_headroom_is_whole_bytes_and_may_be_none(value: Any) -> None:
     ("setting", "choices"),
     [
         ("precision", "'auto', '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"),
-        ("activation_checkpointing", "'auto', 'none', 'blocks'"),
+        (
+            "activation_checkpointing",
+            "'auto', 'none', 'blocks', or a list of patterns of module names such as ['blocks.*']",
+        ),
         ("optimizer_states", "'auto', 'as-configured', '8bit'"),
         ("offload", "'auto', 'never', 'optimizer', 'parameters'"),
         ("optimizer_implementation", "'auto', 'as-configured', 'single-tensor', 'foreach', 'fused'"),

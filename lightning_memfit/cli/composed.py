@@ -34,7 +34,9 @@ _SETTINGS = (
     "budget", "headroom", "precision", "activation_checkpointing", "optimizer_states", "optimizer_implementation",
     "micro_batch_size",
 )  # fmt: skip
-_NOT_OF_A_FORECAST = ("mode", "on_no_fit", "num_profiled_steps", "planning_seconds", "cache_dir", "verbose", "plan")
+_NOT_OF_A_FORECAST = (
+    "mode", "on_no_fit", "no_fit_value", "num_profiled_steps", "planning_seconds", "cache_dir", "verbose", "plan",
+)  # fmt: skip
 # What a Trainer needs that trains nothing: no GPU, no folders, no other plugin.
 _ON_THIS_MACHINE = {
     "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None, "plugins": None,

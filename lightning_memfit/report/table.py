@@ -6,6 +6,7 @@ Every number says whether it is predicted or measured, and which statistic it is
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -46,11 +47,16 @@ __all__ = [
     "plan_renderable",
     "render_measurement",
     "render_plan",
+    "report_text",
     "split_words",
 ]
 
+REPORT_BEGINS = "MemFit plan"
+"""The first words of a report."""
 SHOWN_PASSED_OVER = 6
 SHOWN_OPS = 5
+_COLUMNS = 110
+"""Width of a report in a file, in characters."""
 
 
 def render_plan(plan: Plan, *, console: Console | None = None) -> None:
@@ -74,10 +80,21 @@ def render_measurement(plan: Plan, measurement: Measurement, *, console: Console
     (console or Console()).print(measurement_renderable(plan, measurement))
 
 
+def report_text(plan: Plan, measurement: Measurement | None) -> str:
+    """The whole report as plain text, without colours."""
+    text = io.StringIO()
+    console = Console(file=text, width=_COLUMNS, no_color=True, force_terminal=False)
+    render_plan(plan, console=console)
+    if measurement is not None:
+        render_measurement(plan, measurement, console=console)
+    # Tables fill their lines with spaces; a file is better without.
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
 def plan_renderable(plan: Plan) -> RenderableType:
     """Build what :func:`render_plan` prints."""
     parts: list[RenderableType] = [
-        title("MemFit plan"),
+        title(REPORT_BEGINS),
         _summary(plan),
         *memory_renderables(plan.forecast),
         *decisions_renderables(plan),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,9 @@ from hydra.utils import get_class, instantiate
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from omegaconf import OmegaConf
 
+from lightning_memfit.cli.training import require_every_value
 from lightning_memfit.config import memfit_from_config, register_configs
+from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.units import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -108,10 +109,9 @@ def test_digits_are_learnt_within_a_few_passes(tmp_path: Path) -> None:
 
 
 def test_a_path_that_was_not_given_is_named() -> None:
-    application = runpy.run_path(str(ROOT / "scripts" / "train.py"))
-    with pytest.raises(SystemExit, match=r"^data\.path has no default\. Add data\.path=\.\.\. to the command;"):
-        application["require_every_value"](OmegaConf.create({"data": compose_app("data=text_files").data}))
-    application["require_every_value"](OmegaConf.create({"data": compose_app("data=stdlib_text").data}))
+    with pytest.raises(ConfigurationError, match=r"^data\.path has no default\. Add data\.path=\.\.\. to the command;"):
+        require_every_value(OmegaConf.create({"data": compose_app("data=text_files").data}))
+    require_every_value(OmegaConf.create({"data": compose_app("data=stdlib_text").data}))
 
 
 @pytest.mark.parametrize(

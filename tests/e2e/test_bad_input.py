@@ -129,7 +129,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"precision": "bf16"}, f"precision='bf16' is not known. Choose one of: {PRECISIONS}."),
     "checkpointing": (
         {"activation_checkpointing": "block"},
-        "activation_checkpointing='block' is not known. Choose one of: 'auto', 'none', 'blocks'.",
+        "activation_checkpointing='block' is not known. Choose one of: 'auto', 'none', 'blocks', or a list of patterns "
+        "of module names such as ['blocks.*'].",
     ),
     "no patterns": ({"activation_checkpointing": []}, f"activation_checkpointing=[] {PATTERNS}"),
     "patterns that are numbers": ({"activation_checkpointing": 3}, f"activation_checkpointing=3 {PATTERNS}"),
@@ -142,6 +143,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"split_batch": 4},
         "split_batch=4 cannot be called. Pass a function (batch, micro_batch_size) -> pairs of (slice, number of "
         "samples), or leave it out.",
+    ),
+    "value without a number": (
+        {"on_no_fit": "value"},
+        "on_no_fit='value' needs no_fit_value=: the objective of a run that does not fit, such as no_fit_value=1e9 "
+        "where it is minimised. Or use on_no_fit='skip'.",
     ),
     "cache": ({"cache_dir": 3}, "cache_dir=3 is no directory. Pass a path, 'auto', or None for no cache."),
 }
@@ -157,7 +163,6 @@ def test_a_setting_that_cannot_be_used_is_refused_at_once(case: str) -> None:
 
 LATER: dict[str, tuple[Any, str]] = {
     "offload": ("optimizer", "Leave offload out, or use 'never'."),
-    "on_no_fit": ("skip", "Leave on_no_fit out, or use 'raise'."),
 }
 
 

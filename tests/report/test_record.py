@@ -13,8 +13,11 @@ import torch
 import yaml
 
 from lightning_memfit._version import __version__
+from lightning_memfit.errors import PlanFileError
+from lightning_memfit.no_fit import NoFit, load_no_fit
 from lightning_memfit.plan import Measurement, Plan
-from lightning_memfit.report.record import write_record
+from lightning_memfit.report.record import write_no_fit, write_record
+from lightning_memfit.report.table import report_text
 
 
 def test_a_record_is_read_back_as_the_plan(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_an_earlier_record_is_replaced_and_nothing_is_left_beside_it(plan: Plan,
     (tmp_path / "plan.yaml").write_text("schema_version: 1\n")
     path = write_record(plan, None, tmp_path)
     assert Plan.load(path) == plan
-    assert list(tmp_path.iterdir()) == [Path(path)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["memfit_report.txt", "plan.yaml"]
 
 
 def test_a_failed_write_leaves_the_earlier_record(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +116,42 @@ def test_writing_a_record_moves_no_random_numbers(plan: Plan, tmp_path: Path) ->
 
 def test_a_file_that_is_no_plan_is_left_alone(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("mine: 1\n")
-    with pytest.raises(FileExistsError, match="is no plan of MemFit's"):
+    with pytest.raises(FileExistsError, match="is no file of MemFit's"):
         write_record(plan, measurement, tmp_path)
     assert (tmp_path / "plan.yaml").read_text() == "mine: 1\n"
+
+
+def test_the_report_is_beside_the_plan_as_it_was_printed(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:
+    write_record(plan, measurement, tmp_path)
+    report = (tmp_path / "memfit_report.txt").read_text(encoding="utf-8")
+    assert report == report_text(plan, measurement)
+    assert report.startswith("MemFit plan ") and "\nMemFit warm-up " in report
+    assert "\x1b" not in report, "no colours"
+    write_record(plan, None, tmp_path)
+    assert "MemFit warm-up" not in (tmp_path / "memfit_report.txt").read_text(encoding="utf-8")
+
+
+def test_a_report_of_somebody_else_is_left_alone(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "memfit_report.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"memfit_report\.txt is there and is no file of MemFit's$"):
+        write_record(plan, None, tmp_path)
+    assert (tmp_path / "memfit_report.txt").read_text() == "mine"
+
+
+def test_why_nothing_fits_is_written_and_read_back(plan: Plan, tmp_path: Path) -> None:
+    no_fit = NoFit(
+        reason="No plan fits.\nTry less.", budget_bytes=10, best_peak_bytes=15, missing_bytes=5, smallest="1"
+    )
+    path = write_no_fit(no_fit, tmp_path)
+    assert path == str(tmp_path / "no_fit.yaml")
+    assert load_no_fit(path) == no_fit
+    write_record(plan, None, tmp_path)
+    assert not Path(path).exists(), "this run fits"
+
+
+@pytest.mark.parametrize("text", ["a: 1", "schema_version: 1", "schema_version: 1\nreason: 3"])
+def test_what_is_no_record_of_a_run_that_does_not_fit_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "no_fit.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanFileError, match="is no record of a run that does not fit"):
+        load_no_fit(path)

@@ -1,0 +1,66 @@
+"""What a run leaves that does not fit where that is a result and not an error: ``on_no_fit="skip"`` and ``"value"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lightning_memfit.errors import NoFeasiblePlanError, PlanFileError
+from lightning_memfit.plan_file import plain_data, read_plain
+
+NO_FIT_FILE = "no_fit.yaml"
+"""What a run that does not fit writes where others write their plan."""
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoFit:
+    """Why a run was not trained, and by how many bytes it missed."""
+
+    reason: str
+    """What was tried, what is missing and what would help; several lines."""
+    budget_bytes: int
+    """What a plan might have used."""
+    best_peak_bytes: int
+    """The smallest peak found, predicted or measured as the reason says."""
+    missing_bytes: int
+    """By how much that one is above the budget."""
+    smallest: str | None = None
+    """The setting of the levers that needs least, in words; ``None`` where none was found."""
+
+
+def no_fit_of(error: NoFeasiblePlanError) -> NoFit:
+    """What an error says, as plain values: nothing of the run is kept alive by it."""
+    return NoFit(
+        reason=str(error),
+        budget_bytes=error.budget_bytes,
+        best_peak_bytes=error.best_peak_bytes,
+        missing_bytes=error.missing_bytes,
+        smallest=None if error.smallest is None else error.smallest.candidate.label,
+    )
+
+
+def no_fit_record(no_fit: NoFit) -> dict[str, Any]:
+    """What :data:`NO_FIT_FILE` holds."""
+    written_at = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"schema_version": SCHEMA_VERSION, **plain_data(no_fit), "written_at": written_at}
+
+
+def load_no_fit(path: str | Path) -> NoFit:
+    """Read a :data:`NO_FIT_FILE`.
+
+    Raises:
+        PlanFileError: naming the path and the reason, if it is none.
+    """
+    data = read_plain(Path(path))
+    if not isinstance(data, Mapping) or data.get("schema_version") != SCHEMA_VERSION:
+        raise PlanFileError(f"{path} is no record of a run that does not fit: schema_version is not {SCHEMA_VERSION}.")
+    kinds = {"reason": str, "budget_bytes": int, "best_peak_bytes": int, "missing_bytes": int}
+    for name, kind in kinds.items():
+        if type(data.get(name)) is not kind:
+            raise PlanFileError(f"{path} is no record of a run that does not fit: {name} is {data.get(name)!r}.")
+    smallest = data.get("smallest")
+    return NoFit(**{name: data[name] for name in kinds}, smallest=smallest if isinstance(smallest, str) else None)
