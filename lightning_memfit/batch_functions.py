@@ -21,6 +21,11 @@ class BatchFunctions:
     lists_of_samples: set[str] = field(default_factory=set, compare=False)
     """Where in a batch lists of samples were found: a part of the batch may no longer tell them from structures."""
 
+    @property
+    def given(self) -> tuple[object, ...]:
+        """Those that the user gave."""
+        return tuple(each for each in (self.split_batch, self.loss_weight) if callable(each))
+
     def divide(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """The slices of ``batch``, of these numbers of samples.
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SCHEMA_NAME = "memfit_schema"
 """Name of the schema in Hydra's config store; no YAML file has it, since Hydra would merge equal names unasked."""
 
+HARDWARE_SCHEMA_NAME = "hardware_schema"
+"""The same for the ``hardware`` group."""
+
 _FUNCTIONS = ("split_batch", "worst_batch")
 _LOSS_WEIGHT_WORDS = get_args(plan.LossWeightWord)
 
@@ -80,10 +83,19 @@ class MemFitConfig:
     """Print the report."""
 
 
-def register_configs() -> None:
-    """Put the schema into Hydra's config store, so that wrong names and types fail while the config is composed.
+@dataclass
+class HardwareConfig:
+    """The ``hardware`` config group: what forecasts are made for. A run trains where it is."""
 
-    Use it with ``defaults: [memfit_schema, {memfit: auto}, _self_]``; calling it twice is harmless.
+    device: str = "local"
+    """``"local"``, ``"cpu"``, ``"cuda:0"``, or a GPU of the catalogue such as ``"a100-40gb"``."""
+
+
+def register_configs() -> None:
+    """Put the schemas into Hydra's config store, so that wrong names and types fail while the config is composed.
+
+    Use them with ``defaults: [memfit_schema, {memfit: auto}, _self_]``, and ``hardware_schema`` likewise; calling it
+    twice is harmless.
 
     Raises:
         ConfigurationError: if Hydra is not installed.
@@ -94,7 +106,9 @@ def register_configs() -> None:
         raise ConfigurationError(
             "register_configs() needs hydra-core, which is not installed. pip install 'lightning-memfit[cli]'"
         ) from error
-    ConfigStore.instance().store(name=SCHEMA_NAME, node=MemFitConfig, package="memfit", provider="lightning-memfit")
+    store, provider = ConfigStore.instance(), "lightning-memfit"
+    store.store(name=SCHEMA_NAME, node=MemFitConfig, package="memfit", provider=provider)
+    store.store(name=HARDWARE_SCHEMA_NAME, node=HardwareConfig, package="hardware", provider=provider)
 
 
 def memfit_arguments(config: Mapping[str, Any] | Any) -> dict[str, Any]:

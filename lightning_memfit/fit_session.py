@@ -14,11 +14,13 @@ from lightning_memfit.apply.loader import TrainLoader, forget_validation_loader
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.hardware.measure_rates import forget_rates
+from lightning_memfit.kept_plans import KeptCorrections, KeptPlan
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Measurement, Plan, PlanRequest
 from lightning_memfit.planning import Announce, Planning
 from lightning_memfit.preparation import WorstBatch, prepare
 from lightning_memfit.proving import Proving, Report
+from lightning_memfit.run_key import corrections_key, plan_key, run_words
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.undo import set_instance_attribute
 
@@ -67,6 +69,8 @@ class FitSession:
         self._prober = OperatorProber(cache_dir=cache_dir)
         self._loader: TrainLoader | None = None
         self._planning: Planning | None = None
+        self._kept_plan: KeptPlan | None = None
+        self._kept_corrections: KeptCorrections | None = None
         self._run_levers = ExitStack()
         self._levers = StepLevers(trainer, module, split_batch=functions.split_batch, loss_weight=functions.loss_weight)
 
@@ -101,8 +105,39 @@ class FitSession:
                 cache_dir=self._cache_dir,
             )
             self._planning = Planning(prepared, deadline=deadline, announce=announce)
-            self.plan = self._planning.known_plan(given, resumed) or self._planning.search()
+            self._recall(self._planning)
+            self.plan = self._planning.known_plan(given, resumed) or self._planned_once(self._planning, announce)
         return self.plan
+
+    def _recall(self, planning: Planning) -> None:
+        """Find out where plans and errors of equal runs are kept, and count with the errors."""
+        if self._cache_dir is None:
+            return
+        words = run_words(
+            planning.fingerprint,
+            self._module,
+            beside=(*self.trainer.callbacks, *self._functions.given, *filter(callable, [self._worst_batch])),
+        )
+        self._kept_plan = KeptPlan(plans_folder(self._cache_dir), plan_key(words, self._request))
+        self._kept_corrections = KeptCorrections(corrections_folder(self._cache_dir), corrections_key(words))
+        planning.expect(self._kept_corrections.load())
+
+    def _planned_once(self, planning: Planning, announce: Announce) -> Plan:
+        """The plan of an equal run, or a search that runs equal to this one wait for."""
+        if self._kept_plan is None:
+            return planning.search()
+        announce("looking for the plan of an equal run")
+        with self._kept_plan.alone() as note:
+            plan = planning.kept_plan(self._kept_plan.load())
+            if plan is None:
+                plan = planning.search()
+                self._keep(planning, plan)
+        return plan if note is None else replace(plan, notes=(*plan.notes, note))
+
+    def _keep(self, planning: Planning, plan: Plan) -> None:
+        """Keep a plan that was searched for in full."""
+        if self._kept_plan is not None and not planning.was_taken_over and not planning.is_out_of_time():
+            self._kept_plan.save(plan)
 
     def apply(self) -> None:
         """Apply the plan to the Trainer and the module; levers of the optimizer wait for :meth:`connect`."""
@@ -140,8 +175,15 @@ class FitSession:
             self.plan = replace(self._chosen, device=now.device, budget=now.budget)
         proving = Proving(planning, self._levers, planning.prepared.validation_batch())
         plan, self.measurement = proving.prove(self._chosen, report)
+        self._remember(planning, plan)
         self.plan = self._rates_doubted(plan, self.measurement)
         self._prober.close()
+
+    def _remember(self, planning: Planning, plan: Plan) -> None:
+        """Keep what stood in place of what was searched, and by how much forecasts were off."""
+        self._keep(planning, plan)
+        if self._kept_corrections is not None and planning.measured_corrections:
+            self._kept_corrections.add(planning.measured_corrections)
 
     def keep_out_of(self, checkpoint: dict[str, Any]) -> None:
         """Save optimizers as the user configured them, whatever implementation runs their step."""
@@ -185,6 +227,16 @@ class FitSession:
     def _planned(self) -> Planning:
         assert self._planning is not None, "make_plan comes first"
         return self._planning
+
+
+def plans_folder(cache_dir: Path) -> Path:
+    """Where plans of earlier runs are kept."""
+    return cache_dir / "plans"
+
+
+def corrections_folder(cache_dir: Path) -> Path:
+    """Where it is kept by how much the forecasts of earlier runs were off."""
+    return cache_dir / "corrections"
 
 
 def default_cache_dir() -> Path:

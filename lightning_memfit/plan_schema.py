@@ -131,6 +131,15 @@ def read_plan(data: Any, *, source: str = "The plan that was given") -> Plan:
     return cast(Plan, reader.read(Plan, {name: data[name] for name in data if name not in BESIDE_THE_PLAN}, ""))
 
 
+def read_candidate(data: Any, *, source: str) -> Candidate:
+    """Make a candidate of plain data.
+
+    Raises:
+        PlanFileError: as :func:`read_plan` does.
+    """
+    return cast(Candidate, _Reader(source).read(Candidate, data, "candidate"))
+
+
 class _Reader:
     """Makes values of the kinds that annotations name."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_memfit.apply.stepping_batches import answering_num_batches
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Candidate, Forecast, Plan, Precision
@@ -19,10 +19,13 @@ from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.planner import MOST_CONTENDERS, Found, search_plan
 from lightning_memfit.validate.verdict import expected_correction
 
+BUDGET_SHARE = 0.05
+"""By what share the budget may differ from that of an equal run whose plan is used again."""
 Announce = Callable[[str], None]
 """Is told, in a few words, what is being done now."""
 
 
+_CORRECTED = "forecasts are corrected by what the warm-ups of earlier runs of this model measured"
 _NOT_COMPARED = "allow_inexact_slicing=True: slices were not compared with the undivided batch"
 
 
@@ -35,6 +38,8 @@ class Planning:
         contenders: the forecasts of the last search that are nearly as fast as its plan's, and that one first.
         was_taken_over: whether the plan was made before, so that nothing else is tried unless it does not fit.
         corrections: by how many bytes the raw forecasts of candidates were off that ran, in the order of running.
+        measured_corrections: those of them that this fit's warm-ups measured; where memory ran out, nothing was.
+        fingerprint: what a plan for this run is made for.
     """
 
     def __init__(self, prepared: Preparation, *, deadline: float | None, announce: Announce) -> None:
@@ -51,6 +56,8 @@ class Planning:
         self.announce = announce
         self.contenders: tuple[Forecast, ...] = ()
         self.corrections: dict[Candidate, int] = {}
+        self.measured_corrections: dict[Candidate, int] = {}
+        self._has_kept_corrections = False
         self.was_taken_over = False
         self._evaluation_bytes: dict[Precision, int] = {}
         self._deadline = deadline
@@ -59,7 +66,7 @@ class Planning:
         self._recomputation_seen = False
         with _planned_lengths(prepared):
             self.prepared = prepared.of_the_more_demanding_batch()
-            self._fingerprint = dict(self.prepared.fingerprint())
+            self.fingerprint = dict(self.prepared.fingerprint())
         self._notes = (*self.prepared.notes, *self.prepared.scan_notes)
         self.space = self._space_given(self.prepared.guard.visible_obstacle())
 
@@ -71,9 +78,31 @@ class Planning:
         Raises:
             NoFeasiblePlanError: if nothing fits.
         """
-        found = self._found_exact()
+        try:
+            found = self._found_exact()
+        except NoFeasiblePlanError:
+            if not self._has_kept_corrections:
+                raise
+            self._forget_kept_corrections()  # the run may have become another one since
+            found = self._found_exact()
         self.contenders = found.contenders
         return self._labelled(found.plan)
+
+    def expect(self, kept: Mapping[Candidate, int]) -> None:
+        """Correct forecasts by what the warm-ups of earlier runs measured, until this run's own say more.
+
+        Args:
+            kept: bytes by candidate, in the order in which they ran.
+        """
+        if not any(kept.values()):
+            return
+        self.corrections = {**kept, **self.corrections}
+        self._has_kept_corrections = True
+        self._notes += (_CORRECTED,)
+
+    def _forget_kept_corrections(self) -> None:
+        self.corrections, self._has_kept_corrections = dict(self.measured_corrections), False
+        self._notes = tuple(note for note in self._notes if note != _CORRECTED)
 
     def freed(self) -> Forecast:
         """What would be chosen with today's corrections; neither plan nor contenders change."""
@@ -90,7 +119,7 @@ class Planning:
             ConfigurationError: if the given plan is for something else, by the name of what differs, or if it divides
                 batches that may not be divided.
         """
-        request, budget, fingerprint = self.prepared.request, self.prepared.budget, self._fingerprint
+        request, budget, fingerprint = self.prepared.request, self.prepared.budget, self.fingerprint
         if given is not None:
             check_fresh(given, fingerprint, source="The plan given as plan=")
             check_conflicts(given, request, source="The plan given as plan=", budget=budget)
@@ -114,6 +143,20 @@ class Planning:
             note = f"the checkpoint's plan is not used again: {'; '.join(reasons)}"
         self._notes += (note,) if note else ()
         return None
+
+    def kept_plan(self, kept: Plan | None) -> Plan | None:
+        """A plan of an equal run, where it is one for what the device leaves now; ``None`` if the run must search.
+
+        Args:
+            kept: the plan of the same key.
+        """
+        request, budget = self.prepared.request, self.prepared.budget
+        if kept is None or stale_reasons(kept, self.fingerprint) or conflicts(kept, request, budget=budget):
+            return None
+        before, now = kept.budget.budget_bytes, budget.budget_bytes
+        if abs(now - before) > BUDGET_SHARE * before or self._obstacle_to_slices_in(kept) is not None:
+            return None
+        return self._taken_over(kept, "the plan is that of an equal run before")
 
     def rule_out_recomputation(self, reason: str) -> None:
         """Recompute nothing in the searches that follow.
@@ -147,14 +190,14 @@ class Planning:
             notes=(
                 *self._notes,
                 f"{origin}, so that nothing was searched",
-                *harmless_differences(known, self._fingerprint),
+                *harmless_differences(known, self.fingerprint),
             ),
         )
         self.contenders, self.was_taken_over = (plan.forecast,), True
         return self._labelled(plan)
 
     def _labelled(self, plan: Plan) -> Plan:
-        return replace(plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self._fingerprint))
+        return replace(plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self.fingerprint))
 
     def _found_exact(self) -> Found:
         """What the search finds, slices compared with the whole as soon as the plan or a contender has some."""

@@ -120,6 +120,8 @@ class Proving:
                 verdict = judge(plan.forecast, measurement, budget)
                 corrected = replace(plan.forecast, correction_bytes=verdict.correction_bytes)
                 self._planning.corrections[plan.candidate] = verdict.correction_bytes
+                if measurement is not None:
+                    self._planning.measured_corrections[plan.candidate] = verdict.correction_bytes
                 if measurement is not None and verdict.fits:
                     if _evaluation_fits(measurement, budget):
                         return self._settled(replace(plan, forecast=corrected), measurement)

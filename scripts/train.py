@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 from lightning_memfit.cli.hydra_app import run_hydra_app
-from lightning_memfit.cli.training import REFUSED, train
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.cli.training import train
+from lightning_memfit.errors import MemFitError
 
+REFUSED = 2
+"""Exit code if MemFit refuses."""
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -20,8 +22,8 @@ def main() -> None:
     """Hand over to Hydra."""
     try:
         run_hydra_app(train, folder=CONF, name="config", words=sys.argv[1:], program=sys.argv[0])
-    except ConfigurationError as error:
-        print(f"ConfigurationError: {error}", file=sys.stderr)
+    except MemFitError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from lightning_memfit import fit_session
 
 settings.register_profile("same examples every time", derandomize=True, database=None)
 settings.register_profile("new examples")
@@ -42,6 +46,20 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def kept_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(autouse=True)
+def kept_folder(kept_folders: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run is planned anew, not as another test left it; within a test, equal runs plan once."""
+    folder = kept_folders / hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    monkeypatch.setattr(fit_session, "plans_folder", lambda cache_dir: folder / "plans")
+    monkeypatch.setattr(fit_session, "corrections_folder", lambda cache_dir: folder / "corrections")
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -6,17 +6,28 @@ import io
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from typing import Any
 
 from rich.console import Console
 
-from lightning_memfit.cli.arguments import BAD_REQUEST, CANNOT_TELL, parse
+from lightning_memfit.cli.arguments import (
+    BAD_REQUEST,
+    CANNOT_TELL,
+    DOES_NOT_FIT,
+    FITS,
+    RUNNING,
+    completion_script,
+    parse,
+)
 from lightning_memfit.cli.documents import error_document
+from lightning_memfit.cli.explain_command import run_explain
+from lightning_memfit.cli.fit_command import run_fit, run_sweep
 from lightning_memfit.cli.hardware_command import run_hardware
 from lightning_memfit.cli.import_paths import current_folder_importable
 from lightning_memfit.cli.plan_command import run_plan
-from lightning_memfit.errors import ConfigurationError, MemFitError, first_line, is_out_of_memory
+from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasiblePlanError, first_line, is_out_of_memory
 
 _COLUMNS_OF_A_FILE = 110
 """Width of what goes into a file or a pipe, in characters."""
@@ -39,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_terminal = stdout.isatty()
     text = io.StringIO()
     console = Console(file=stdout) if is_terminal else Console(file=text, width=_COLUMNS_OF_A_FILE)
+    prints = arguments.command in RUNNING and not arguments.json
     # What the user's own code prints must not end up inside the document.
-    with redirect_stdout(sys.stderr), current_folder_importable():
+    with nullcontext() if prints else redirect_stdout(sys.stderr), current_folder_importable():
         code, document = _run(arguments, console)
     if document is not None:
         print(document, file=stdout)
@@ -52,13 +64,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Namespace, console: Console) -> tuple[int, str | None]:
     try:
-        return (run_hardware if arguments.command == "hardware" else run_plan)(arguments, say=console)
+        return _COMMANDS[arguments.command](arguments, say=console)
     except Exception as error:
-        code = BAD_REQUEST if isinstance(error, ConfigurationError) else CANNOT_TELL
+        code = _exit_code(error)
         if arguments.debug:
             traceback.print_exc()
         print(f"memfit: {_words(error)}", file=sys.stderr)
         return code, error_document(error, exit_code=code) if arguments.json else None
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, NoFeasiblePlanError):
+        return DOES_NOT_FIT
+    return BAD_REQUEST if isinstance(error, ConfigurationError) else CANNOT_TELL
+
+
+def _completion(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
+    return FITS, completion_script(arguments.shell)
+
+
+_COMMANDS: Mapping[str, Callable[..., tuple[int, str | None]]] = {
+    "plan": run_plan,
+    "fit": run_fit,
+    "sweep": run_sweep,
+    "explain": run_explain,
+    "hardware": run_hardware,
+    "completion": _completion,
+}
 
 
 def _words(error: Exception) -> str:

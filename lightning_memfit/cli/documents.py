@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning_memfit._version import __version__
 from lightning_memfit.cli.outcomes import Outcome
 from lightning_memfit.cli.subject import Subject
-from lightning_memfit.plan import Forecast
+from lightning_memfit.no_fit import NoFit
+from lightning_memfit.plan import Forecast, Measurement, Plan
 from lightning_memfit.plan_file import plain_data
 
 SCHEMA_VERSION = 1
@@ -27,6 +29,25 @@ def plan_document(subject: Subject, outcomes: Sequence[Outcome], notes: Sequence
 def hardware_document(devices: Sequence[dict[str, Any]]) -> str:
     """The document of ``memfit hardware``."""
     return _document(0, devices=list(devices))
+
+
+def explain_document(
+    path: Path,
+    *,
+    exit_code: int,
+    plan: Plan | None = None,
+    measurement: Measurement | None = None,
+    no_fit: NoFit | None = None,
+) -> str:
+    """The document of ``memfit explain``: a plan and what was measured of it, or why nothing fits."""
+    return _document(
+        exit_code, path=str(path), plan=None if plan is None else plan.to_dict(), measured=measurement, no_fit=no_fit
+    )
+
+
+def fit_document(output_dir: str | None, record: Mapping[str, Any], *, exit_code: int) -> str:
+    """The document of ``memfit fit``: where the run left its files, and what its plan or its record says."""
+    return _document(exit_code, output_dir=output_dir, **record)
 
 
 def error_document(error: BaseException, *, exit_code: int) -> str:

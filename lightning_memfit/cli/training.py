@@ -6,7 +6,6 @@ Hydra is imported where it is needed.
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +16,8 @@ from lightning.pytorch import seed_everything
 
 from lightning_memfit.cli.run_summary import ValidationCurve, print_summary
 from lightning_memfit.config import memfit_from_config
-from lightning_memfit.errors import ConfigurationError, MemFitError
+from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.sweep_objective import objective
-
-REFUSED = 2
-"""Exit code if MemFit refuses."""
 
 
 def train(config: Any) -> float | None:
@@ -35,21 +31,13 @@ def train(config: Any) -> float | None:
         In a sweep the objective, ``None`` if the config names none.
 
     Raises:
-        MemFitError: in a sweep, if MemFit refuses.
-        SystemExit: in a single run then, with :data:`REFUSED`.
+        MemFitError: if MemFit refuses.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    try:
-        with _quiet():
-            return _train(config, in_sweep=in_sweep)
-    except MemFitError as error:
-        if in_sweep:
-            raise  # it is for the sweep to say what becomes of the other jobs
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise SystemExit(REFUSED) from None
+    with _quiet():
+        return _train(config, in_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def require_every_value(config: Any) -> None:

@@ -59,14 +59,17 @@ _COLUMNS = 110
 """Width of a report in a file, in characters."""
 
 
-def render_plan(plan: Plan, *, console: Console | None = None) -> None:
+def render_plan(
+    plan: Plan, *, console: Console | None = None, most_passed_over: int | None = SHOWN_PASSED_OVER
+) -> None:
     """Print the plan: verdict, device and budget, memory at the peak, decisions, and what was passed over.
 
     Args:
         plan: the plan.
         console: where to print; a new rich console on standard output if left out.
+        most_passed_over: how many of the candidates that were passed over are shown; ``None`` for all.
     """
-    (console or Console()).print(plan_renderable(plan))
+    (console or Console()).print(plan_renderable(plan, most_passed_over=most_passed_over))
 
 
 def render_measurement(plan: Plan, measurement: Measurement, *, console: Console | None = None) -> None:
@@ -91,7 +94,7 @@ def report_text(plan: Plan, measurement: Measurement | None) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
-def plan_renderable(plan: Plan) -> RenderableType:
+def plan_renderable(plan: Plan, *, most_passed_over: int | None = SHOWN_PASSED_OVER) -> RenderableType:
     """Build what :func:`render_plan` prints."""
     parts: list[RenderableType] = [
         title(REPORT_BEGINS),
@@ -103,7 +106,7 @@ def plan_renderable(plan: Plan) -> RenderableType:
     if notes:
         parts += [heading("Notes"), *(bullet(note) for note in notes)]
     if plan.passed_over:
-        parts += _passed_over(plan)
+        parts += _passed_over(plan, most_passed_over)
     return Group(*parts, Text())
 
 
@@ -189,7 +192,7 @@ def decisions_renderables(plan: Plan) -> Iterable[RenderableType]:
     yield indented(table)
 
 
-def _passed_over(plan: Plan) -> Iterable[RenderableType]:
+def _passed_over(plan: Plan, most: int | None) -> Iterable[RenderableType]:
     yield heading("Passed over")
     budget = plan.budget.budget_bytes
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
@@ -198,7 +201,7 @@ def _passed_over(plan: Plan) -> Iterable[RenderableType]:
     table.add_column("per step", justify="right", no_wrap=True)
     table.add_column("why not", ratio=5, min_width=20)
     best = best_passed_over(plan.passed_over, budget)
-    for passed in best[:SHOWN_PASSED_OVER]:
+    for passed in best[:most]:
         peak = passed.predicted_peak_bytes
         shown = "-" if peak is None else format_bytes(peak)
         over = peak is not None and peak > budget
@@ -209,7 +212,7 @@ def _passed_over(plan: Plan) -> Iterable[RenderableType]:
             Text(passed.reason),
         )
     yield indented(table)
-    rest = len(best) - SHOWN_PASSED_OVER
+    rest = 0 if most is None else len(best) - most
     if rest > 0:
         yield indented(Text(f"and {rest} more in plan.yaml"))
 

@@ -47,7 +47,8 @@ def test_the_help_names_every_exit_code_and_the_syntax_of_shapes(capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("fit",), ("plan", "--devise", "t4"), ("plan", "--effective-batch-size", "many"), ("hardware", "-x")]
+    "words",
+    [(), ("train",), ("plan", "--devise", "t4"), ("plan", "--effective-batch-size", "many"), ("hardware", "-x")],
 )
 def test_options_that_do_not_exist_end_with_two(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

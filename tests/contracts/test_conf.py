@@ -11,11 +11,13 @@ import pytest
 import yaml
 
 from lightning_memfit import MemFit
-from lightning_memfit.config import SCHEMA_NAME, MemFitConfig
+from lightning_memfit.config import HARDWARE_SCHEMA_NAME, SCHEMA_NAME, MemFitConfig
+from lightning_memfit.hardware.catalog import catalog
 
 ROOT = Path(__file__).parents[2]
 GROUP = ROOT / "lightning_memfit" / "conf" / "memfit"
-FILES = sorted([*GROUP.glob("*.yaml"), *(ROOT / "conf").rglob("*.yaml")])
+HARDWARE = ROOT / "lightning_memfit" / "conf" / "hardware"
+FILES = sorted([*GROUP.glob("*.yaml"), *HARDWARE.glob("*.yaml"), *(ROOT / "conf").rglob("*.yaml")])
 SELF_EXPLANATORY = {"_target_", "defaults", "hydra", "logger", "callbacks", "memfit"}
 
 
@@ -61,9 +63,14 @@ def test_every_preset_names_arguments_only(path: Path) -> None:
 
 
 def test_no_file_has_the_name_of_the_schema() -> None:
-    assert SCHEMA_NAME not in {path.stem for path in FILES}
+    assert not {SCHEMA_NAME, HARDWARE_SCHEMA_NAME} & {path.stem for path in FILES}
+
+
+def test_the_hardware_group_has_the_catalogue_and_what_is_here() -> None:
+    devices = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in HARDWARE.glob("*.yaml")}
+    assert devices == {key: {"device": key} for key in ["local", *(model.key for model in catalog())]}
 
 
 def test_the_group_is_part_of_the_package() -> None:
     names = {entry.name for entry in (resources.files("lightning_memfit.conf") / "memfit").iterdir()}
-    assert {"auto.yaml", "report.yaml", "disabled.yaml", "safe.yaml"} <= names
+    assert {"auto.yaml", "report.yaml", "disabled.yaml", "safe.yaml", "fast.yaml"} <= names

@@ -39,12 +39,14 @@ from lightning_memfit import (
 )
 from lightning_memfit.apply import loader as apply_loader
 from lightning_memfit.apply import micro_batches, step_levers
+from lightning_memfit.kept_plans import KeptCorrections, KeptPlan
 from lightning_memfit.search import planner
 from lightning_memfit.trace import evaluation_step, manual_step, training_step
 from lightning_memfit.validate import splittable, warmup
 from tests.e2e.test_no_trace import Augmented, Counting, Hostile, differing, mapped, plain, random_states
 
-pytestmark = [pytest.mark.usefixtures("no_probing"), pytest.mark.contest]
+pytestmark = [pytest.mark.usefixtures("no_probing", "no_kept_plans"), pytest.mark.contest]
+
 MakeTrainer = Callable[..., Any]
 
 STAGES: tuple[ModuleType, ...] = (
@@ -60,6 +62,13 @@ CACHED = {"_closure_class"}
 _USERS = ("test_no_trace.", "test_faults.")
 Point = tuple[str, int]
 """A function by its qualified name, and the number of the call, from 1."""
+
+
+@pytest.fixture
+def no_kept_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run searches: the plan of the one before would spare it what may raise."""
+    monkeypatch.setattr(KeptPlan, "load", lambda kept: None)
+    monkeypatch.setattr(KeptCorrections, "load", lambda kept: {})
 
 
 class Injected(Exception):

@@ -371,7 +371,8 @@ def test_a_plan_that_changes_nothing_leaves_the_whole_run_as_it_was(
     assert differing(state_of(trainer, module), state_of(trainer_with, module_with)) == []
 
     files = {name: files_below(tmp_path / name) for name in runs}
-    assert set(files["with"]) - set(files["without"]) == {Path("logs/version_0/plan.yaml")}
+    written = {Path("logs/version_0/plan.yaml"), Path("logs/version_0/memfit_report.txt")}
+    assert set(files["with"]) - set(files["without"]) == written
     assert set(files["without"]) <= set(files["with"])
     for path in files["without"]:
         ours, theirs = tmp_path / "with" / path, tmp_path / "without" / path
@@ -514,7 +515,8 @@ def test_a_report_prints_the_plan_and_changes_nothing(
     assert plugin.plan is not None and plugin.plan.split.accumulate_grad_batches == 6
     assert plugin.measured is None, "nothing was run"
     assert set(files_below(tmp_path / "with")) - set(files_below(tmp_path / "without")) == {
-        Path("logs/version_0/plan.yaml")
+        Path("logs/version_0/plan.yaml"),
+        Path("logs/version_0/memfit_report.txt"),
     }
 
 

@@ -1,0 +1,100 @@
+"""``memfit fit`` and ``memfit sweep``: train what a Hydra config names, once or for every combination of a sweep."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_memfit.cli.arguments import DOES_NOT_FIT, FITS
+from lightning_memfit.cli.documents import fit_document
+from lightning_memfit.cli.hydra_app import run_hydra_app
+from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.no_fit import NO_FIT_FILE, load_no_fit
+from lightning_memfit.plan_file import FILE_NAME
+from lightning_memfit.plan_schema import load_measurement, load_plan
+
+CONFIG_DIR, CONFIG_NAME = "conf", "config"
+"""Where the primary config is looked for if nothing else is said."""
+_MULTIRUN = ("-m", "--multirun")
+
+
+def run_fit(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
+    """Train once.
+
+    Args:
+        arguments: the command line.
+        say: not used: the job prints as it goes.
+
+    Returns:
+        The exit code, and the JSON document if that was asked for.
+
+    Raises:
+        ConfigurationError: if the config cannot be composed or used.
+        NoFeasiblePlanError: if nothing fits, unless ``memfit.on_no_fit`` says otherwise.
+    """
+    if set(arguments.words) & set(_MULTIRUN):
+        raise ConfigurationError(
+            f"{_MULTIRUN[0]} is a sweep: write memfit sweep in place of memfit fit {_MULTIRUN[0]}."
+        )
+    folders: list[str] = []
+
+    def job(config: Any) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+
+        from lightning_memfit.cli.training import train
+
+        folders.append(HydraConfig.get().runtime.output_dir)
+        return train(config)
+
+    _run(job, arguments, arguments.words, "memfit fit")
+    folder = Path(folders[0]) if folders else None  # none where Hydra only showed something
+    no_fit = None if folder is None else _first(folder, NO_FIT_FILE)
+    code = FITS if no_fit is None else DOES_NOT_FIT
+    return code, _document(folder, code) if arguments.json else None
+
+
+def run_sweep(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
+    """Train every combination that fits, through the MemFit sweeper unless another is named.
+
+    Args:
+        arguments: the command line.
+        say: not used: the sweeper prints as it goes.
+
+    Returns:
+        The exit code, and the JSON document if that was asked for.
+
+    Raises:
+        ConfigurationError: if the config cannot be composed or used.
+    """
+    from lightning_memfit.cli.training import train
+
+    words = [word for word in arguments.words if word not in _MULTIRUN]
+    if not any(word.startswith("hydra/sweeper=") for word in words):
+        words.insert(0, "hydra/sweeper=memfit")
+    _run(train, arguments, [_MULTIRUN[0], *words], "memfit sweep")
+    return FITS, None
+
+
+def _run(job: Any, arguments: Namespace, words: Sequence[str], program: str) -> None:
+    folder = Path(arguments.config_dir or CONFIG_DIR).resolve()
+    if not folder.is_dir():
+        raise ConfigurationError(f"There is no folder {folder} to compose a config from. Name one with --config-dir.")
+    run_hydra_app(job, folder=folder, name=arguments.config_name or CONFIG_NAME, words=words, program=program)
+
+
+def _document(folder: Path | None, code: int) -> str:
+    record: dict[str, Any] = {"plan": None, "measured": None, "no_fit": None}
+    if folder is not None:
+        plan, no_fit = _first(folder, FILE_NAME), _first(folder, NO_FIT_FILE)
+        if plan is not None and no_fit is None:
+            record |= {"plan": load_plan(plan).to_dict(), "measured": load_measurement(plan)}
+        if no_fit is not None:
+            record["no_fit"] = load_no_fit(no_fit)
+    return fit_document(None if folder is None else str(folder), record, exit_code=code)
+
+
+def _first(folder: Path, name: str) -> Path | None:
+    """A logger may put its files deeper."""
+    return next(iter(sorted(folder.rglob(name))), None)
