@@ -38,11 +38,7 @@ def plan_request(
     return PlanRequest(
         effective_batch_size=effective_batch_size,
         budget=None if budget == "auto" else parse_bytes(budget, setting="budget"),
-        headroom=None
-        if headroom == "auto"
-        else 0
-        if headroom in (0, "0")
-        else parse_bytes(headroom, setting="headroom"),
+        headroom=_headroom(headroom),
         precision=None if precision == "auto" else precision,  # type: ignore[arg-type]  # checked by PlanRequest
         activation_checkpointing=_names_or_word(activation_checkpointing),
         optimizer_states=optimizer_states,  # type: ignore[arg-type]

@@ -54,12 +54,13 @@ def kept_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def kept_folder(kept_folders: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept_folder(kept_folders: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A run is planned anew, not as another test left it; within a test, equal runs plan once."""
     folder = kept_folders / hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
-    monkeypatch.setattr(fit_session, "plans_folder", lambda cache_dir: folder / "plans")
-    monkeypatch.setattr(fit_session, "corrections_folder", lambda cache_dir: folder / "corrections")
-    return folder
+    with pytest.MonkeyPatch.context() as patch:  # not the fixture: see below
+        patch.setattr(fit_session, "plans_folder", lambda cache_dir: folder / "plans")
+        patch.setattr(fit_session, "corrections_folder", lambda cache_dir: folder / "corrections")
+        yield folder
 
 
 @pytest.fixture(autouse=True)
