@@ -11,10 +11,10 @@ from contextlib import redirect_stdout
 
 from rich.console import Console
 
+from lightning_memfit.application.import_paths import current_folder_importable
 from lightning_memfit.cli.arguments import BAD_REQUEST, CANNOT_TELL, parse
 from lightning_memfit.cli.documents import error_document
 from lightning_memfit.cli.hardware_command import run_hardware
-from lightning_memfit.cli.import_paths import current_folder_importable
 from lightning_memfit.cli.plan_command import run_plan
 from lightning_memfit.errors import ConfigurationError, MemFitError, first_line, is_out_of_memory
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_memfit._version import __version__
-from lightning_memfit.cli.outcomes import Outcome
-from lightning_memfit.cli.subject import Subject
+from lightning_memfit.application.outcomes import Outcome
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.plan import Forecast
 from lightning_memfit.plan_file import plain_data
 

@@ -6,11 +6,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_memfit.application.outcomes import Asked, Outcome, outcomes_on
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.batch_tree import batch_size_of
+from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
 from lightning_memfit.cli.documents import plan_document
-from lightning_memfit.cli.outcomes import Asked, Outcome, exit_code_of, outcomes_on
 from lightning_memfit.cli.plan_text import print_outcomes
-from lightning_memfit.cli.subject import Subject, subject_of
+from lightning_memfit.cli.subject import subject_of
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.fit_session import default_cache_dir
 from lightning_memfit.hardware.detect import detect_device
@@ -46,6 +48,14 @@ def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
         settings["cache_dir"] = default_cache_dir()
         outcomes = outcomes_on(asked, subject, settings)
         return _said(subject, outcomes, notes, arguments, say)
+
+
+def exit_code_of(outcomes: Sequence[Outcome]) -> int:
+    """The exit code that says the most: that something does not fit, then that something cannot be told."""
+    verdicts = {outcome.verdict for outcome in outcomes}
+    if "does not fit" in verdicts:
+        return DOES_NOT_FIT
+    return CANNOT_TELL if "cannot tell" in verdicts else FITS
 
 
 def _said(

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
-from lightning_memfit.cli.subject import Subject
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.errors import NoFeasiblePlanError, TraceError, UnsupportedError
 from lightning_memfit.forecasting import make_plans
 from lightning_memfit.hardware.catalog import catalog, catalog_device, find_gpu
@@ -73,14 +72,6 @@ class Outcome:
             return None
         reserved = forecast.memory.peak_reserved_bytes
         return reserved + device.context_low_bytes, reserved + device.context_high_bytes
-
-
-def exit_code_of(outcomes: Sequence[Outcome]) -> int:
-    """The exit code that says the most: that something does not fit, then that something cannot be told."""
-    verdicts = {outcome.verdict for outcome in outcomes}
-    if "does not fit" in verdicts:
-        return DOES_NOT_FIT
-    return CANNOT_TELL if "cannot tell" in verdicts else FITS
 
 
 def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any]) -> Outcome:
