@@ -65,7 +65,7 @@ def subject_of_config(
         _require(config, source, otherwise)
         if "seed" in config and config.seed is not None:
             torch.manual_seed(config.seed)
-        settings, notes = _settings(config)
+        settings, notes = settings_of(config)
         if effective_batch_size is not None:
             settings["effective_batch_size"] = effective_batch_size
         instantiate = _instantiate()
@@ -130,19 +130,24 @@ def _instantiate() -> Any:
     return instantiate
 
 
-def _settings(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the ``memfit`` and ``trainer`` groups ask for, as ``make_plan`` takes it, and what it does not take."""
+def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the ``memfit`` and ``trainer`` groups ask for, as ``make_plan`` takes it, and what it does not take.
+
+    Raises:
+        ConfigurationError: if MemFit does not know a setting.
+    """
+    trainer = config.get("trainer") or {}
     arguments = memfit_arguments(config.get("memfit") or {})
     settings = {name: arguments[name] for name in _SETTINGS if arguments[name] != "auto"}
     if arguments["effective_batch_size"] is not None:
         settings["effective_batch_size"] = arguments["effective_batch_size"]
-    if "precision" not in settings and config.trainer.get("precision") is not None:
-        precision = str(config.trainer.precision)
+    if "precision" not in settings and trainer.get("precision") is not None:
+        precision = str(trainer.get("precision"))
         settings["precision"] = _PRECISIONS.get(precision, precision)
     notes = [f"memfit.{name}={arguments[name]!r} is left out of this forecast" for name in _left_out(arguments)]
-    if config.trainer.get("gradient_clip_val"):
+    if trainer.get("gradient_clip_val"):
         notes.append("gradient clipping is left out of this forecast: it works in place")
-    if str(config.trainer.get("devices", 1)) != "1" or str(config.trainer.get("num_nodes", 1)) != "1":
+    if str(trainer.get("devices", 1)) != "1" or str(trainer.get("num_nodes", 1)) != "1":
         notes.append("planned for one device; what several exchange is left out")
     return settings, tuple(notes)
 
