@@ -56,7 +56,7 @@ def subject_of_job(job: SweepJob, function: SubjectFunction | None, *, real: boo
     """Make what a job trains; within the context it can be planned.
 
     Raises:
-        ConfigurationError: if it cannot be made, or MemFit changes nothing in that job.
+        ConfigurationError: if it cannot be made, or is trained without MemFit.
     """
     with answering_hydra(job.config) as config:
         _require_planning(config)
@@ -69,9 +69,8 @@ def subject_of_job(job: SweepJob, function: SubjectFunction | None, *, real: boo
 
 
 def _require_planning(config: Any) -> None:
-    mode = memfit_arguments(config.get("memfit") or {})["mode"]
-    if mode != "apply":
-        raise ConfigurationError(f"memfit.mode={mode!r}: MemFit applies no plan in this job.")
+    if memfit_arguments(config.get("memfit") or {})["mode"] == "off":
+        raise ConfigurationError("memfit.mode='off': this job is trained without a plan, whatever its budget.")
 
 
 def _made_by(function: SubjectFunction, config: Any, job: SweepJob) -> Subject:

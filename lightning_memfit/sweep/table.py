@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memfit.sweep.job_forecast import JobForecast
 from lightning_memfit.sweep.rows import Row, varying_overrides
 from lightning_memfit.units import format_bytes, format_seconds
 
@@ -32,7 +33,8 @@ def print_table(rows: Sequence[Row], *, console: Console) -> None:
     table.add_column("what came of it", overflow="fold", ratio=5)
     short = varying_overrides([row.job for row in rows])
     for row in rows:
-        table.add_row(str(row.job.number), short[row.job.number] or _UNKNOWN, *_cells(row), _end(row))
+        cells = (str(row.job.number), short[row.job.number] or _UNKNOWN, *_cells(row))
+        table.add_row(*map(Text, cells), _end(row))
     if console.is_terminal:
         console.print(table)
     else:  # a table fills its lines with spaces; a file is better without
@@ -63,10 +65,16 @@ def _cells(row: Row) -> list[str]:
         _bytes(row.budget_bytes),
         _bytes(None if measured is None else measured.measured_peak_bytes),
         _UNKNOWN if speed is None else f"{speed:.4g}",
-        _seconds(None if forecast is None else forecast.seconds),
+        _forecast_took(forecast),
         _seconds(None if end is None else end.seconds),
         _UNKNOWN if objective is None else f"{objective:.5g}",
     ]
+
+
+def _forecast_took(forecast: JobForecast | None) -> str:
+    if forecast is not None and forecast.same_as is not None:
+        return f"as job {forecast.same_as}"
+    return _seconds(None if forecast is None else forecast.seconds)
 
 
 def _end(row: Row) -> Text:
