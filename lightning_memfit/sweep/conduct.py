@@ -14,7 +14,7 @@ from lightning_memfit.application.outcomes import asked_for
 from lightning_memfit.errors import ConfigurationError, SweepError
 from lightning_memfit.sweep.basic_hydra import sweep_overrides
 from lightning_memfit.sweep.forecasts import forecast_jobs
-from lightning_memfit.sweep.job import SweepJob, compose_jobs
+from lightning_memfit.sweep.job import SweepJob, compose_jobs, varying_overrides
 from lightning_memfit.sweep.job_end import FILE_NAME as JOB_FILE
 from lightning_memfit.sweep.job_end import read_job_end
 from lightning_memfit.sweep.job_forecast import JobForecast, launch_order
@@ -80,7 +80,12 @@ def conduct(
     sweep.begin(config)
     sweep.forecasts.update(
         forecast_jobs(
-            sweep.open_jobs, device=settings.device, function=function, real=settings.real, console=sweep.console
+            sweep.open_jobs,
+            words=sweep.words,
+            device=settings.device,
+            function=function,
+            real=settings.real,
+            console=sweep.console,
         )
     )
     returns = []
@@ -113,6 +118,11 @@ class _Sweep:
     problems: dict[int, str] = field(default_factory=dict)
 
     @property
+    def words(self) -> dict[int, str]:
+        """What tells each job from the others, for messages."""
+        return {number: short or "no overrides" for number, short in varying_overrides(self.jobs).items()}
+
+    @property
     def open_jobs(self) -> list[SweepJob]:
         return [job for job in self.jobs if job.number not in self.done_before]
 
@@ -138,7 +148,7 @@ class _Sweep:
         self.write()
         for number in by_number:
             if number not in order:
-                self._say(f"left out: job {number}, {self.forecasts[number].reason} ({by_number[number].words})")
+                self._say(f"left out: job {number}, {self.forecasts[number].reason} ({self.words[number]})")
         if order:
             self._say(f"launching {len(order)} of {len(self.jobs)} jobs, cheapest first: {', '.join(map(str, order))}")
             self._say(f"if the sweep is stopped, the same command with hydra.sweep.dir={self.sweep_dir} goes on")

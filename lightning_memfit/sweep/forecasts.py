@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ _Say = Callable[[SweepJob, JobForecast], None]
 def forecast_jobs(
     jobs: Sequence[SweepJob],
     *,
+    words: Mapping[int, str],
     device: str | None,
     function: SubjectFunction | None,
     real: bool,
@@ -40,6 +41,7 @@ def forecast_jobs(
 
     Args:
         jobs: the jobs.
+        words: what tells each from the others, by number.
         device: what is planned for; ``None`` for what a job's ``hardware.device`` says, or ``"local"``.
         function: makes what a job trains; ``None`` makes it of the config.
         real: make modules for real, not on ``meta``.
@@ -50,7 +52,7 @@ def forecast_jobs(
     """
     found: dict[int, JobForecast] = {}
     kinds: dict[_Kind, int] = {}
-    with _progress(len(jobs), console) as say:
+    with _progress(len(jobs), words, console) as say:
         for job in jobs:
             found[job.number] = _forecast(job, device, function, real=real, kinds=kinds, found=found)
             say(job, found[job.number])
@@ -118,9 +120,9 @@ def _words(error: Exception) -> str:
 
 
 @contextmanager
-def _progress(count: int, console: Console) -> Iterator[_Say]:
+def _progress(count: int, words: Mapping[int, str], console: Console) -> Iterator[_Say]:
     if not console.is_terminal:
-        yield _Lines(count, console)
+        yield _Lines(count, words, console)
         return
     columns = (
         TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TextColumn("jobs,"), TimeElapsedColumn(),
@@ -134,8 +136,8 @@ def _progress(count: int, console: Console) -> Iterator[_Say]:
 class _Lines:
     """One line for each job that is done."""
 
-    def __init__(self, count: int, console: Console) -> None:
-        self._count, self._console = count, console
+    def __init__(self, count: int, words: Mapping[int, str], console: Console) -> None:
+        self._count, self._words, self._console = count, words, console
         self._done, self._began = 0, time.perf_counter()
 
     def __call__(self, job: SweepJob, forecast: JobForecast) -> None:
@@ -145,5 +147,5 @@ class _Lines:
         what = f"{forecast.verdict}: {forecast.reason}"
         if forecast.same_as is not None:
             what = f"{forecast.verdict}, as job {forecast.same_as}"
-        line = f"forecast {self._done} of {self._count}{until}: job {job.number} {what} ({job.words})"
+        line = f"forecast {self._done} of {self._count}{until}: job {job.number} {what} ({self._words[job.number]})"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -75,3 +75,24 @@ def _composed(number: int, overrides: Sequence[str], sweep_config: Any, config_l
             config_digest=digest_of(own),
             config=config,
         )
+
+
+def varying_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:
+    """The overrides of each job that not all jobs share, by number, with the last word of each key if that will do.
+
+    A table and a picture have no room for more.
+    """
+    told = {job.number: shown_overrides(job.overrides) for job in jobs}
+    shared = set.intersection(*(set(each) for each in told.values())) if len(jobs) > 1 else set()
+    varying = {number: [each for each in overrides if each not in shared] for number, overrides in told.items()}
+    keys = {each.partition("=")[0] for overrides in varying.values() for each in overrides}
+    ends = Counter(_last_word(key) for key in keys)
+    short = {key: _last_word(key) if ends[_last_word(key)] == 1 else key for key in keys}
+    return {
+        number: " ".join(f"{short[key]}={value}" for key, _, value in (each.partition("=") for each in overrides))
+        for number, overrides in varying.items()
+    }
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.sweep.rows import NOT_FITTING, Row, varying_overrides
+from lightning_memfit.sweep.job import varying_overrides
+from lightning_memfit.sweep.rows import NOT_FITTING, Row
 
 NAME = "sweep"
 """Of the files, without their endings."""
@@ -98,21 +99,18 @@ def _draw(found: Sequence[Point], rows: Sequence[Row]) -> Any:
     # White, so that dark pages show it too. A figure of its own, so that the user's backend stays as it is.
     figure = Figure(figsize=(11 if listed else 8, 5.4), facecolor="white", layout="constrained")
     if listed:
-        axes, beside = figure.subplots(1, 2, width_ratios=(1.75, 1.0))
+        axes, beside = figure.subplots(1, 2, width_ratios=(2.1, 1.0))
         _list_jobs(beside, rows)
     else:
         axes = figure.subplots()
-    _draw_points(axes, found)
+    _draw_points(axes, found, not_drawn=len(rows) - len(found))
     _draw_budget(axes, found)
-    missing = len(rows) - len(found)
-    if missing:
-        axes.set_title(f"{missing} of {len(rows)} jobs are not drawn: no forecast", fontsize=9, color=_INK, loc="left")
     figure.draw_without_rendering()
     _number(figure, axes, found)
     return figure
 
 
-def _draw_points(axes: Any, found: Sequence[Point]) -> None:
+def _draw_points(axes: Any, found: Sequence[Point], *, not_drawn: int) -> None:
     for kind, style in KINDS.items():
         of_kind = [point for point in found if point.kind == kind]
         if of_kind:
@@ -121,7 +119,9 @@ def _draw_points(axes: Any, found: Sequence[Point]) -> None:
             label = f"{kind} ({len(of_kind)})"
             axes.scatter(across, up, s=64, linewidths=1.6, label=label, zorder=3, **style)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("predicted peak of the plan (of the smallest one where none fits), % of the job's budget")
+    across_words = "predicted peak of the plan (of the smallest one where none fits), % of the job's budget"
+    without = f"\nnot drawn, since memory or throughput is not known: {not_drawn} jobs" if not_drawn else ""
+    axes.set_xlabel(across_words + without)
     axes.set_ylabel("samples per second")
     for axis, values in (
         ("x", [100.0, *(point.percent for point in found)]),
@@ -130,7 +130,9 @@ def _draw_points(axes: Any, found: Sequence[Point]) -> None:
         _scale(axes, axis, values)
     axes.grid(color="#E8E8E8", linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=2)
+    axes.legend(
+        fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.19 if not_drawn else -0.13), ncol=2
+    )
 
 
 def _scale(axes: Any, axis: str, values: Sequence[float]) -> None:
@@ -155,10 +157,11 @@ def _draw_budget(axes: Any, found: Sequence[Point]) -> None:
     axes.axvspan(100, high, color=_RED, alpha=0.06, linewidth=0, zorder=0)
     axes.axvline(100, color=_RED, linewidth=1.2, linestyle="--", zorder=1)
     axes.set_xlim(low, high)
-    axes.annotate(
-        "budget", (100, 1), xycoords=("data", "axes fraction"), xytext=(-4, -2), textcoords="offset points",
-        ha="right", va="top", rotation=90, fontsize=8, color=_RED,
-    )  # fmt: skip
+    for words, side, colour in (("fits", -1, _INK), ("does not fit", 1, _RED)):
+        axes.annotate(
+            words, (100, 1), xycoords=("data", "axes fraction"), xytext=(5 * side, 3), textcoords="offset points",
+            ha="left" if side > 0 else "right", va="bottom", fontsize=8.5, color=colour,
+        )  # fmt: skip
 
 
 def _number(figure: Any, axes: Any, found: Sequence[Point]) -> None:

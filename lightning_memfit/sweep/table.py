@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memfit.sweep.job import varying_overrides
 from lightning_memfit.sweep.job_forecast import JobForecast
-from lightning_memfit.sweep.rows import Row, varying_overrides
+from lightning_memfit.sweep.rows import Row
 from lightning_memfit.units import format_bytes, format_seconds
 
 COLUMNS_OF_A_FILE = 160

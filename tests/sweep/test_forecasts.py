@@ -52,7 +52,8 @@ def forecast_all(
     with composing(tmp_path / "conf", CONFIG) as (config, loader):
         composed = compose_jobs(config, jobs, loader)
     console = Console(file=text, width=200)
-    found = forecast_jobs(composed, device=device, function=function, real=False, console=console)
+    words = {job.number: job.words for job in composed}
+    found = forecast_jobs(composed, words=words, device=device, function=function, real=False, console=console)
     return found, text.getvalue().splitlines()
 
 
@@ -124,5 +125,5 @@ def test_in_a_terminal_a_bar_shows_what_is_done_and_left(tmp_path: Path) -> None
     with composing(tmp_path / "conf", CONFIG) as (config, loader):
         jobs = compose_jobs(config, [("width=8",), ("width=16",)], loader)
     console = Console(file=text, force_terminal=True, width=120)
-    forecast_jobs(jobs, device="t4", function=Square, real=False, console=console)
+    forecast_jobs(jobs, words={}, device="t4", function=Square, real=False, console=console)
     assert "2/2" in text.getvalue() and "jobs," in text.getvalue() and "left" in text.getvalue()

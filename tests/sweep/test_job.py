@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.sweep.job import compose_jobs
+from lightning_memfit.sweep.job import compose_jobs, varying_overrides
 from tests.sweep.conftest import composing
+from tests.sweep.rowmaking import job
 
 CONFIG = "a: 1\nb: ${a}\nfolder: ${hydra:runtime.output_dir}\nhydra: {sweep: {dir: swept}}"
 
@@ -43,3 +44,18 @@ def test_a_job_that_cannot_be_composed_ends_the_sweep_before_it_begins(tmp_path:
 
     with composing(tmp_path / "conf", CONFIG) as (config, loader), pytest.raises(HydraException, match="'c'"):
         compose_jobs(config, [("a=1",), ("c=1",)], loader)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "short"),
+    [
+        ([("model.width=1", "seed=0"), ("model.width=2", "seed=0")], ["width=1", "width=2"]),
+        # The last words of two keys are the same: they are told whole.
+        ([("a.size=1", "b.size=2"), ("a.size=3", "b.size=4")], ["a.size=1 b.size=2", "a.size=3 b.size=4"]),
+        ([("a=1", "hydra.verbose=true")], ["a=1"]),
+        ([("a=1",), ("a=1",)], ["", ""]),
+    ],
+)
+def test_a_table_tells_what_differs(overrides: list[tuple[str, ...]], short: list[str]) -> None:
+    found = varying_overrides([job(number, *each) for number, each in enumerate(overrides)])
+    assert list(found.values()) == short

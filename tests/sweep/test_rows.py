@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from lightning_memfit.sweep.job_end import write_job_end
 from lightning_memfit.sweep.job_forecast import JobForecast
-from lightning_memfit.sweep.rows import rows_of, varying_overrides
+from lightning_memfit.sweep.rows import rows_of
 from lightning_memfit.units import MIB
 from tests.sweep.rowmaking import end, forecast, job, measured, row
 
@@ -48,18 +46,3 @@ def test_a_record_of_another_job_in_the_folder_is_not_taken_for_its_end(tmp_path
     first, second = rows_of([job(0, "a=1"), job(1, "a=2")], {}, sweep_dir=tmp_path, from_before=[1])
     assert (first.status, second.status) == ("not run", "completed")
     assert second.from_before and not first.from_before
-
-
-@pytest.mark.parametrize(
-    ("overrides", "short"),
-    [
-        ([("model.width=1", "seed=0"), ("model.width=2", "seed=0")], ["width=1", "width=2"]),
-        # The last words of two keys are the same: they are told whole.
-        ([("a.size=1", "b.size=2"), ("a.size=3", "b.size=4")], ["a.size=1 b.size=2", "a.size=3 b.size=4"]),
-        ([("a=1", "hydra.verbose=true")], ["a=1"]),
-        ([("a=1",), ("a=1",)], ["", ""]),
-    ],
-)
-def test_a_table_tells_what_differs(overrides: list[tuple[str, ...]], short: list[str]) -> None:
-    found = varying_overrides([job(number, *each) for number, each in enumerate(overrides)])
-    assert list(found.values()) == short

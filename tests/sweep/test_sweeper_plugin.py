@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,25 @@ def test_it_is_part_of_what_is_published(part: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     target = project["tool"]["hatch"]["build"]["targets"][part]
     assert "hydra_plugins" in target["packages" if part == "wheel" else "include"]
+
+
+def test_its_settings_reach_the_sweep_and_params_come_before_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra_plugins.memfit_sweeper.memfit_sweeper import MemFitSweeper
+    from lightning_memfit.sweep import conduct
+
+    asked: dict[str, object] = {}
+
+    def note(arguments: list[str], **named: object) -> list[str]:
+        asked.update(named, arguments=arguments)
+        return ["returned"]
+
+    monkeypatch.setattr(conduct, "conduct", note)
+    sweeper = MemFitSweeper(max_batch_size=3, params={"a": "1,2"}, device="t4", subject="x.y", real=True)
+    sweeper.config = sweeper.launcher = sweeper._task = object()
+    sweeper._context = SimpleNamespace(config_loader="loader")  # type: ignore[assignment]
+    assert sweeper.sweep(["b=3"]) == ["returned"]
+    assert asked["arguments"] == ["a=1,2", "b=3"] and asked["config_loader"] == "loader"
+    assert asked["settings"] == conduct.Settings(max_batch_size=3, device="t4", subject="x.y", real=True)
 
 
 def test_every_setting_of_the_config_is_an_argument_of_the_sweeper() -> None:
