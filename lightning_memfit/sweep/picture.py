@@ -17,7 +17,7 @@ NAME = "sweep"
 """Of the files, without their endings."""
 _BLUE, _RED, _GREY, _INK = "#4E79A7", "#E15759", "#9A9A9A", "#303030"
 _MOST_LISTED = 24  # jobs; more lines would be too small to read
-_MOST_CHARACTERS = 46
+_MOST_CHARACTERS = 60
 _OFFSETS = ((7, 5), (7, -11), (-7, 5), (-7, -11), (0, 9), (0, -15), (14, -3), (-14, -3), (16, 12), (-16, 12))  # points
 _LOG_FROM = 8.0  # largest over smallest value, from which an axis is logarithmic
 _Box = tuple[float, float, float, float]
@@ -97,20 +97,20 @@ def _draw(found: Sequence[Point], rows: Sequence[Row]) -> Any:
 
     listed = len(rows) <= _MOST_LISTED
     # White, so that dark pages show it too. A figure of its own, so that the user's backend stays as it is.
-    figure = Figure(figsize=(11 if listed else 8, 5.4), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(13 if listed else 8, 5.4), facecolor="white", layout="constrained")
     if listed:
-        axes, beside = figure.subplots(1, 2, width_ratios=(2.1, 1.0))
+        axes, beside = figure.subplots(1, 2, width_ratios=(1.7, 1.0))
         _list_jobs(beside, rows)
     else:
         axes = figure.subplots()
-    _draw_points(axes, found, not_drawn=len(rows) - len(found))
+    _draw_points(axes, found, num_jobs=len(rows))
     _draw_budget(axes, found)
     figure.draw_without_rendering()
     _number(figure, axes, found)
     return figure
 
 
-def _draw_points(axes: Any, found: Sequence[Point], *, not_drawn: int) -> None:
+def _draw_points(axes: Any, found: Sequence[Point], *, num_jobs: int) -> None:
     for kind, style in KINDS.items():
         of_kind = [point for point in found if point.kind == kind]
         if of_kind:
@@ -120,7 +120,8 @@ def _draw_points(axes: Any, found: Sequence[Point], *, not_drawn: int) -> None:
             axes.scatter(across, up, s=64, linewidths=1.6, label=label, zorder=3, **style)
     axes.spines[["top", "right"]].set_visible(False)
     across_words = "predicted peak of the plan (of the smallest one where none fits), % of the job's budget"
-    without = f"\nnot drawn, since memory or throughput is not known: {not_drawn} jobs" if not_drawn else ""
+    not_drawn = num_jobs - len(found)
+    without = f"\nnot drawn, since memory or throughput is not known: {not_drawn} of {num_jobs}" if not_drawn else ""
     axes.set_xlabel(across_words + without)
     axes.set_ylabel("samples per second")
     for axis, values in (
@@ -130,9 +131,8 @@ def _draw_points(axes: Any, found: Sequence[Point], *, not_drawn: int) -> None:
         _scale(axes, axis, values)
     axes.grid(color="#E8E8E8", linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
-    axes.legend(
-        fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.19 if not_drawn else -0.13), ncol=2
-    )
+    below = -0.19 if not_drawn else -0.13
+    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, below), ncol=2)
 
 
 def _scale(axes: Any, axis: str, values: Sequence[float]) -> None:

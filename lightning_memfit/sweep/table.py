@@ -19,23 +19,43 @@ COLUMNS_OF_A_FILE = 160
 """Width of what goes into a file or a pipe, in characters."""
 _STYLES = {"completed": "green", "left out": "yellow", "does not fit": "yellow", "failed": "bold red"}
 _UNKNOWN = "-"
+_COLUMNS = {
+    "plan": 130,
+    "predicted\npeak": 0,
+    "budget": 0,
+    "measured\npeak": 0,
+    "samples/s\nmeasured": 95,
+    "forecast\ntook": 115,
+    "job\ntook": 115,
+    "objective": 0,
+}
+"""What is told of each job, and the width in characters from which there is room for it."""
 
 
 def print_table(rows: Sequence[Row], *, console: Console) -> None:
-    """Print a line for each job, and how many there are of each status below."""
+    """Print a line for each job, and how many there are of each status below.
+
+    Columns of which nothing is known are left out, and in a narrow terminal those that matter least.
+    """
     table = Table(title="Sweep", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("job", justify="right")
+    table.add_column("job", justify="right", no_wrap=True)
     table.add_column("overrides", overflow="fold", ratio=4)
-    table.add_column("plan", overflow="fold", ratio=4)
-    for name in (
-        "predicted peak", "budget", "measured peak", "samples/s measured", "forecast took", "job took", "objective"
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
+    cells = [_cells(row) for row in rows]
+    shown = [
+        name
+        for name, least_width in _COLUMNS.items()
+        if console.width >= least_width and any(each[name] != _UNKNOWN for each in cells)
+    ]
+    for name in shown:
+        if name == "plan":
+            table.add_column(name, overflow="fold", ratio=4)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what came of it", overflow="fold", ratio=5)
     short = varying_overrides([row.job for row in rows])
-    for row in rows:
-        cells = (str(row.job.number), short[row.job.number] or _UNKNOWN, *_cells(row))
-        table.add_row(*map(Text, cells), _end(row))
+    for row, known in zip(rows, cells, strict=True):
+        texts = (str(row.job.number), short[row.job.number] or _UNKNOWN, *(known[name] for name in shown))
+        table.add_row(*map(Text, texts), _end(row))
     if console.is_terminal:
         console.print(table)
     else:  # a table fills its lines with spaces; a file is better without
@@ -56,11 +76,12 @@ def count_words(rows: Sequence[Row]) -> str:
     return f"{len(rows)} jobs: {', '.join(parts)}"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> dict[str, str]:
+    """What is known of a job, by the names of :data:`_COLUMNS`."""
     measured, forecast, end = row.measured, row.forecast, row.end
     speed = None if measured is None else measured.measured_samples_per_second
     objective = None if end is None else end.objective
-    return [
+    texts = (
         row.plan_label or _UNKNOWN,
         _bytes(row.predicted_peak_bytes),
         _bytes(row.budget_bytes),
@@ -69,7 +90,8 @@ def _cells(row: Row) -> list[str]:
         _forecast_took(forecast),
         _seconds(None if end is None else end.seconds),
         _UNKNOWN if objective is None else f"{objective:.5g}",
-    ]
+    )
+    return dict(zip(_COLUMNS, texts, strict=True))
 
 
 def _forecast_took(forecast: JobForecast | None) -> str:

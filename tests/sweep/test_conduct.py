@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import ConfigurationError, SweepError
 from lightning_memfit.sweep.conduct import Settings, conduct
+from lightning_memfit.sweep.job import compose_jobs
+from lightning_memfit.sweep.job_end import JobEnd, write_job_end
 from lightning_memfit.sweep.recorded_task import RecordedTask
 from tests.sweep.conftest import composing
 
@@ -96,3 +98,27 @@ def test_a_sweep_that_the_user_stops_says_how_far_it_came(
     assert "2 jobs: 2 not run" in capsys.readouterr().out
     jobs = json.loads((tmp_path / "swept" / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["not run", "not run"]
+
+
+class Silent:
+    """A launcher whose jobs leave nothing, as if their processes were killed."""
+
+    def launch(self, job_overrides: Any, initial_job_idx: int) -> Any:
+        return []
+
+
+def test_a_job_that_leaves_no_record_is_a_failed_one_whatever_an_earlier_try_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"device": "t4", "subject": f"{__name__}.Square"}
+    with composing(tmp_path / "conf", CONFIG) as (config, loader):
+        (job,) = compose_jobs(config, [("width=8",)], loader)
+    write_job_end(
+        tmp_path / "swept" / "0",
+        JobEnd(status="failed", number=0, overrides=("width=8",), config_digest=job.config_digest, reason="earlier"),
+    )
+    with pytest.raises(SweepError) as raised:
+        swept(tmp_path, Silent(), "width=8", **settings)
+    assert "1 of 1 jobs failed:\n  - job 0 (width=8): it left no job.json: its process was killed" in str(raised.value)
+    assert "run the same command with hydra.sweep.dir=swept" in str(raised.value)

@@ -23,9 +23,9 @@ def rows() -> list[Row]:
     ]
 
 
-def printed() -> list[str]:
+def printed(width: int = COLUMNS_OF_A_FILE, some: list[Row] | None = None) -> list[str]:
     text = io.StringIO()
-    print_table(rows(), console=Console(file=text, width=COLUMNS_OF_A_FILE))
+    print_table(rows() if some is None else some, console=Console(file=text, width=width))
     return text.getvalue().splitlines()
 
 
@@ -47,6 +47,20 @@ def test_lines_of_a_file_are_no_wider_than_it_and_end_where_their_text_ends() ->
     lines = printed()
     assert max(len(line) for line in lines) <= COLUMNS_OF_A_FILE
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_a_narrow_terminal_shows_sizes_and_what_came_of_each_job_whole() -> None:
+    lines = printed(80)
+    assert max(len(line) for line in lines[:-1]) <= 80
+    first = next(line for line in lines if " width=8 " in line)
+    for cell in ("50.00 MiB", "100.0 MiB", "49.00 MiB", "0.12346", "completed"):
+        assert cell in first
+    assert "slices" not in first
+
+
+def test_columns_of_which_nothing_is_known_are_left_out() -> None:
+    text = "\n".join(printed(some=[row(0, "a=1", forecast=forecast()), row(1, "a=2", forecast=forecast())]))
+    assert "predicted" in text and "measured" not in text and "objective" not in text
 
 
 def test_the_jobs_of_each_status_are_counted() -> None:
