@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,6 +55,10 @@ class StalePlanError(ConfigurationError):
         super().__init__(message)
         self.reasons = reasons
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its attributes: launchers of sweeps send errors between processes."""
+        return partial(type(self), reasons=self.reasons), (str(self),)
+
 
 class TraceError(MemFitError, RuntimeError):
     """One training step could not be traced without running it; the message carries the reason."""
@@ -77,10 +82,19 @@ class NoFeasiblePlanError(MemFitError, RuntimeError):
         self.budget_bytes = budget_bytes
         self.best_peak_bytes = best_peak_bytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its attributes: launchers of sweeps send errors between processes."""
+        attributes = {name: getattr(self, name) for name in ("budget_bytes", "best_peak_bytes", "smallest")}
+        return partial(type(self), **attributes), (str(self),)
+
     @property
     def missing_bytes(self) -> int:
         """Bytes by which the best plan misses the budget (at least 0)."""
         return max(0, self.best_peak_bytes - self.budget_bytes)
+
+
+class SweepError(MemFitError, RuntimeError):
+    """Jobs of a sweep failed; the message names them. Everything else of the sweep was done and written before."""
 
 
 @contextmanager

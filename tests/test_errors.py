@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
 from lightning_memfit import errors
-from lightning_memfit.errors import MemFitError, NoFeasiblePlanError, is_out_of_memory
+from lightning_memfit.errors import MemFitError, NoFeasiblePlanError, StalePlanError, is_out_of_memory
 from lightning_memfit.units import MIB
 
 OUT_OF_MEMORY = {
@@ -95,3 +97,15 @@ def test_no_feasible_plan_tells_by_how_much_it_misses(best: int, missing: int) -
 
 def test_a_plan_that_does_not_fit_is_no_out_of_memory_error() -> None:
     assert not is_out_of_memory(NoFeasiblePlanError("no plan fits", budget_bytes=1, best_peak_bytes=2))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoFeasiblePlanError("No plan fits.", budget_bytes=3, best_peak_bytes=5),
+        StalePlanError("Not made for this run.", reasons=("batch", "device")),
+    ],
+)
+def test_an_error_can_be_sent_between_processes_with_its_attributes(error: Exception) -> None:
+    sent = pickle.loads(pickle.dumps(error))
+    assert type(sent) is type(error) and str(sent) == str(error) and vars(sent) == vars(error)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_memfit.application.import_paths import current_folder_importable
 from lightning_memfit.cli.arguments import (
     BAD_REQUEST,
     CANNOT_TELL,
@@ -25,7 +26,6 @@ from lightning_memfit.cli.documents import error_document
 from lightning_memfit.cli.explain_command import run_explain
 from lightning_memfit.cli.fit_command import run_fit, run_sweep
 from lightning_memfit.cli.hardware_command import run_hardware
-from lightning_memfit.cli.import_paths import current_folder_importable
 from lightning_memfit.cli.plan_command import run_plan
 from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasiblePlanError, first_line, is_out_of_memory
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit._version import __version__
-from lightning_memfit.cli.outcomes import Outcome
-from lightning_memfit.cli.subject import Subject
+from lightning_memfit.application.outcomes import Outcome
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.no_fit import NoFit
 from lightning_memfit.plan import Forecast, Measurement, Plan
 from lightning_memfit.plan_file import plain_data

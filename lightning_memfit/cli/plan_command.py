@@ -6,14 +6,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_memfit.application.outcomes import Asked, Outcome, asked_for, outcomes_on
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.batch_tree import batch_size_of
+from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
 from lightning_memfit.cli.documents import plan_document
-from lightning_memfit.cli.outcomes import Asked, Outcome, exit_code_of, outcomes_on
 from lightning_memfit.cli.plan_text import print_outcomes
-from lightning_memfit.cli.subject import Subject, subject_of
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.cli.subject import subject_of
 from lightning_memfit.fit_session import default_cache_dir
-from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.plan import PlanRequest
 from lightning_memfit.units import parse_bytes
 
@@ -48,6 +48,14 @@ def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
         return _said(subject, outcomes, notes, arguments, say)
 
 
+def exit_code_of(outcomes: Sequence[Outcome]) -> int:
+    """The exit code that says the most: that something does not fit, then that something cannot be told."""
+    verdicts = {outcome.verdict for outcome in outcomes}
+    if "does not fit" in verdicts:
+        return DOES_NOT_FIT
+    return CANNOT_TELL if "cannot tell" in verdicts else FITS
+
+
 def _said(
     subject: Subject, outcomes: Sequence[Outcome], notes: Sequence[str], arguments: Namespace, say: Any
 ) -> tuple[int, str | None]:
@@ -67,7 +75,7 @@ def _devices(names: Sequence[str]) -> tuple[list[Asked], tuple[str, ...]]:
     asked: dict[object, Asked] = {}
     notes = []
     for name in names:
-        each = _asked(name)
+        each = asked_for(name)
         device = each.device
         same = name if device is None else (device.key or device.name, device.is_present, device.uuid)
         if same in asked:
@@ -75,13 +83,6 @@ def _devices(names: Sequence[str]) -> tuple[list[Asked], tuple[str, ...]]:
         else:
             asked[same] = each
     return list(asked.values()), tuple(notes)
-
-
-def _asked(name: str) -> Asked:
-    try:
-        return Asked(name=name, device=detect_device(name))
-    except UnsupportedError as error:
-        return Asked(name=name, device=None, obstacle=str(error))
 
 
 def _given(arguments: Namespace) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memfit.cli.outcomes import Outcome
-from lightning_memfit.cli.subject import Subject
+from lightning_memfit.application.outcomes import Outcome
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.plan import Forecast
 from lightning_memfit.report.anatomy import bracket_words, memory_renderables
 from lightning_memfit.report.device_words import device_words

@@ -1,50 +1,25 @@
-"""What is planned, of the user's own code: a module, a batch, and how the one is trained on the other."""
+"""What is planned, as the options of the command line name it."""
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_memfit.application.import_paths import called, import_named, is_import_path
+from lightning_memfit.application.subject import (
+    STEPS_OF_THE_STAND_IN,
+    Subject,
+    attach_stand_in,
+    first_of,
+    made_on_meta,
+)
 from lightning_memfit.cli.batch_text import batch_from_text
-from lightning_memfit.cli.import_paths import called, import_named, is_import_path
-from lightning_memfit.cli.quiet import lightning_quietened
-from lightning_memfit.errors import ConfigurationError, first_line, is_out_of_memory
-from lightning_memfit.trace.step_program import LossFunction, OptimizerFactory
-from lightning_memfit.upstream import NAMESPACES
-
-STEPS_OF_THE_STAND_IN = 1000
-"""Optimizer steps of the Trainer that a module's ``configure_optimizers`` sees; schedules take no memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is planned."""
-
-    words: str
-    """What it is, in words."""
-    module: nn.Module
-    """The module, on the CPU or on ``meta``."""
-    batch: Any
-    """One collated batch, as ``training_step`` gets it."""
-    loss: LossFunction | None = None
-    """Replaces ``training_step``."""
-    optimizer: OptimizerFactory | None = None
-    """Replaces ``configure_optimizers``."""
-    on_meta: bool
-    """Whether the module was made on ``meta``, without values."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``make_plan`` that it brings along."""
-    notes: tuple[str, ...] = ()
-    """What the user should know."""
+from lightning_memfit.errors import ConfigurationError
 
 
 def subject_of_functions(arguments: Namespace) -> Subject:
@@ -66,7 +41,7 @@ def subject_of_functions(arguments: Namespace) -> Subject:
     batch = _batch(arguments.batch)
     made, on_meta, notes = made_on_meta(factory, what=f"--model={arguments.model}", real=arguments.real)
     module, loss, optimizer = _taken_apart(made, loss, optimizer, arguments.model)
-    if optimizer is None and _attach_stand_in(module):
+    if optimizer is None and attach_stand_in(module):
         notes = (
             *notes,
             f"configure_optimizers saw a Trainer of {STEPS_OF_THE_STAND_IN} steps; another length changes no memory",
@@ -80,56 +55,6 @@ def subject_of_functions(arguments: Namespace) -> Subject:
         on_meta=on_meta,
         notes=notes,
     )
-
-
-def made_on_meta(factory: Callable[[], Any], *, what: str, real: bool) -> tuple[Any, bool, tuple[str, ...]]:
-    """Call a factory on torch's ``meta`` device, or for real where it does not work there.
-
-    Args:
-        factory: makes a module, or a tuple that begins with one; a module itself is taken as it is.
-        what: what it is, for messages.
-        real: do not try ``meta``.
-
-    Returns:
-        What it made, whether that is on ``meta``, and what to tell the user.
-
-    Raises:
-        ConfigurationError: if it raises for real.
-    """
-    if isinstance(factory, nn.Module):
-        return called(lambda: _configured(factory), what=what), False, ()
-    if not callable(factory):
-        raise ConfigurationError(
-            f"{what} is a {type(factory).__name__}. Name a function, or a class, that makes the module."
-        )
-
-    def make() -> Any:
-        return _configured(factory())
-
-    if real:
-        return called(make, what=what), False, ()
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as "initializing zero-element tensors is a no-op"
-            return make(), True, ()
-    except (Exception, SystemExit) as error:
-        if is_out_of_memory(error):
-            raise
-        note = f"the module was made for real: on the meta device {type(error).__name__}: {first_line(error)}"
-    return called(make, what=what), False, (note,)
-
-
-def first_of(loader: Any, *, what: str) -> Any:
-    """The first batch of a loader.
-
-    Raises:
-        ConfigurationError: if there is none, or loading it raises.
-    """
-    missing = object()
-    batch = called(lambda: next(iter(loader), missing), what=what)
-    if batch is missing:
-        raise ConfigurationError(f"{what} has no batch. Give it data.")
-    return batch
 
 
 def _batch(text: str) -> Any:
@@ -169,41 +94,6 @@ def _taken_apart(made: Any, loss: Any, optimizer: Any, path: str) -> tuple[nn.Mo
     return made, loss, optimizer
 
 
-def lightning_namespace(module: nn.Module) -> str | None:
-    """Which of Lightning's packages a module comes from; ``None`` for a plain module."""
-    for cls in type(module).__mro__:
-        for namespace in NAMESPACES:
-            if cls.__module__.startswith(f"{namespace}.") and cls.__name__ == "LightningModule":
-                return namespace
-    return None
-
-
-def _configured(made: Any) -> Any:
-    """What a factory made, its ``configure_model`` called as a Trainer does before training."""
-    module = made[0] if isinstance(made, tuple) and made else made
-    hook = getattr(type(module), "configure_model", None)
-    if hook is not None and not str(hook.__module__).startswith(NAMESPACES):
-        module.configure_model()
-    return made
-
-
-def _attach_stand_in(module: Any) -> bool:
-    """Let a LightningModule read ``self.trainer``, as ``configure_optimizers`` often does for a schedule."""
-    namespace = lightning_namespace(module)
-    if namespace is None or module._trainer is not None:
-        return False
-    with lightning_quietened():
-        module.trainer = _stand_in(namespace)
-    return True
-
-
-def _stand_in(namespace: str) -> Any:
-    return importlib.import_module(namespace).Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, max_epochs=-1, max_steps=STEPS_OF_THE_STAND_IN,
-    )  # fmt: skip
-
-
 @contextmanager
 def subject_of(arguments: Namespace) -> Iterator[Subject]:
     """What the command line names; within the context it can be planned.
@@ -222,7 +112,7 @@ def subject_of(arguments: Namespace) -> Iterator[Subject]:
     for option in ("batch", "loss", "optimizer"):
         if getattr(arguments, option) is not None:
             raise ConfigurationError(f"--{option} goes with --model package.module:function, which is missing.")
-    from lightning_memfit.cli.composed import composed_subject
+    from lightning_memfit.cli.config_folder import composed_subject
 
     with composed_subject(
         config_dir=arguments.config_dir,

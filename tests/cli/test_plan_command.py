@@ -135,7 +135,7 @@ def test_levers_that_are_given_are_pinned(plan: Plan) -> None:
 
 def test_the_host_can_be_planned_for_too(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_memfit import forecasting
-    from lightning_memfit.cli import outcomes
+    from lightning_memfit.application import outcomes
 
     def without_probing(*positional: Any, **named: Any) -> Any:
         return forecasting.make_plans(*positional, **named, probe_operators=False)
@@ -193,7 +193,7 @@ def test_running_out_of_memory_here_is_no_verdict_on_the_device(plan: Plan) -> N
 
 
 def test_what_is_not_foreseen_is_no_verdict_either(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_memfit.cli import outcomes
+    from lightning_memfit.application import outcomes
 
     def broken(*positional: Any, **named: Any) -> None:
         raise KeyError("lost")

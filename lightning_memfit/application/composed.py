@@ -1,4 +1,4 @@
-"""What is planned, of a Hydra application: composed and made as its training script does, up to the first batch.
+"""What is planned, of a composed config: made as a training script does, up to the first batch.
 
 Touches ``HydraConfig.instance().cfg``, which ``${hydra:...}`` is read from, and ``attach_data`` of
 ``trainer._data_connector``, which makes the Trainer know module and data. Hydra and Lightning are imported where they
@@ -8,28 +8,25 @@ are needed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_memfit.application.import_paths import called
+from lightning_memfit.application.quiet import lightning_quietened
+from lightning_memfit.application.subject import Subject, first_of, made_on_meta
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
-from lightning_memfit.cli.import_paths import called
-from lightning_memfit.cli.quiet import lightning_quietened
-from lightning_memfit.cli.subject import Subject, first_of, made_on_meta
-from lightning_memfit.config import MemFitConfig, memfit_arguments, register_configs
+from lightning_memfit.config import MemFitConfig, memfit_arguments
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.search.batch_arithmetic import resolve_loader
 from lightning_memfit.validate.splittable import has_train_mode_batch_norm
 
-CONFIG_DIR, CONFIG_NAME = "conf", "config"
-"""Where the primary config is looked for if nothing else is said."""
 _SETTINGS = (
     "budget", "headroom", "precision", "activation_checkpointing", "optimizer_states", "optimizer_implementation",
     "micro_batch_size",
@@ -48,34 +45,29 @@ _PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
 @contextmanager
-def composed_subject(
-    *,
-    config_dir: str | None,
-    config_name: str | None,
-    overrides: Sequence[str],
-    real: bool,
-    effective_batch_size: int | None = None,
+def subject_of_config(
+    config: Any, *, words: str, source: str, otherwise: str, real: bool, effective_batch_size: int | None = None
 ) -> Iterator[Subject]:
-    """Compose a config, and make what it names: ``model``, ``data``, ``trainer`` and, where there is one, ``memfit``.
+    """Make what a composed config names: ``model``, ``data``, ``trainer`` and, where there is one, ``memfit``.
 
     Within the context the Trainer answers what the module asks it while its step is traced.
 
     Args:
-        config_dir: the folder of the config, from the current one.
-        config_name: the primary config.
-        overrides: as for the application itself.
+        config: a config of OmegaConf without its ``hydra`` part; its ``trainer`` is changed.
+        words: what it is, in words.
+        source: where the config is from, for messages.
+        otherwise: what else may be done where the config has another structure, for messages.
         real: make the module for real, not on ``meta``.
-        effective_batch_size: the option, which outweighs the config: it decides how the loader's batches are cut.
+        effective_batch_size: outweighs the config: it decides how the loader's batches are cut.
 
     Raises:
-        ConfigurationError: if Hydra is not installed, or the config cannot be composed or made.
+        ConfigurationError: if it has another structure, or what it names cannot be made.
     """
-    folder = Path(config_dir or CONFIG_DIR).resolve()
-    with _composed(folder, config_name or CONFIG_NAME, overrides) as config, random_state_kept():
-        _require(config, folder)
+    with random_state_kept():
+        _require(config, source, otherwise)
         if "seed" in config and config.seed is not None:
             torch.manual_seed(config.seed)
-        settings, notes = _settings(config)
+        settings, notes = settings_of(config)
         if effective_batch_size is not None:
             settings["effective_batch_size"] = effective_batch_size
         instantiate = _instantiate()
@@ -85,61 +77,48 @@ def composed_subject(
         trainer = _trainer(config, instantiate)
         loader = _attached_loader(trainer, module, data)
         batch, accumulate = _planned_batch(trainer, module, loader, settings)
-        length = len(loader) if hasattr(loader, "__len__") else None
-        with answering_num_batches(trainer, num_batches=length, accumulate_grad_batches=accumulate):
+        with answering_num_batches(
+            trainer, num_batches=_batches_per_epoch(trainer, loader), accumulate_grad_batches=accumulate
+        ):
             yield Subject(
-                words=" ".join(overrides) or f"{folder.name}/{config_name or CONFIG_NAME}",
+                words=words,
                 module=module,
                 batch=batch,
                 on_meta=on_meta,
                 settings=settings,
                 notes=(*notes, *made_notes),
+                optimizer_steps=_optimizer_steps(trainer),
             )
 
 
 @contextmanager
-def _composed(folder: Path, name: str, overrides: Sequence[str]) -> Iterator[Any]:
-    """The config without its ``hydra`` part, ``${hydra:...}`` answered, its output folder a temporary one."""
-    try:
-        from hydra import compose, initialize_config_dir
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.errors import HydraException
-    except ImportError as error:
-        raise ConfigurationError(
-            "Overrides of a Hydra config need hydra-core, which is not installed. pip install 'lightning-memfit[cli]', "
-            "or name your own code with --model and --batch."
-        ) from error
-    from omegaconf import OmegaConf, errors, open_dict
+def answering_hydra(config: Any) -> Iterator[Any]:
+    """Within it ``${hydra:...}`` is read from a composed config, and the output folder is a temporary one.
 
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"There is no folder {folder} to compose a config from. Name one with --config-dir, or your own code with "
-            "--model and --batch."
-        )
-    register_configs()
+    Yields:
+        The config without its ``hydra`` part, a copy.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf, open_dict, read_write
+
     before = HydraConfig.instance().cfg
     with tempfile.TemporaryDirectory(prefix="memfit") as output:
         try:
-            with initialize_config_dir(str(folder), version_base="1.3", job_name="memfit"):
-                config = compose(name, overrides=list(overrides), return_hydra_config=True)
-                with open_dict(config):
-                    config.hydra.runtime.output_dir = output
-                HydraConfig.instance().set_config(config)
-                yield OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        except (HydraException, errors.OmegaConfBaseException) as error:
-            raise ConfigurationError(f"The config {folder.name}/{name} cannot be composed: {error}") from error
+            with read_write(config.hydra), open_dict(config.hydra):
+                config.hydra.runtime.output_dir = output
+            HydraConfig.instance().set_config(config)
+            yield OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         finally:
             HydraConfig.instance().cfg = before
 
 
-def _require(config: Any, folder: Path) -> None:
+def _require(config: Any, source: str, otherwise: str) -> None:
     from omegaconf import OmegaConf
 
     for key, what in (("model", "a LightningModule"), ("data", "a LightningDataModule"), ("trainer", "a Trainer")):
         if config.get(key) is None:
             raise ConfigurationError(
-                f"The config of {folder} has no {key!r}, from which {what} is made. Add it, or name your own code with "
-                "--model and --batch."
+                f"The config of {source} has no {key!r}, from which {what} is made. Add it, or {otherwise}."
             )
     # The Trainer's loggers and callbacks are not made here.
     missing = sorted(key for key in OmegaConf.missing_keys(config) if not key.startswith("trainer."))
@@ -153,19 +132,24 @@ def _instantiate() -> Any:
     return instantiate
 
 
-def _settings(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the ``memfit`` and ``trainer`` groups ask for, as ``make_plan`` takes it, and what it does not take."""
+def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the ``memfit`` and ``trainer`` groups ask for, as ``make_plan`` takes it, and what it does not take.
+
+    Raises:
+        ConfigurationError: if MemFit does not know a setting.
+    """
+    trainer = config.get("trainer") or {}
     arguments = memfit_arguments(config.get("memfit") or {})
     settings = {name: arguments[name] for name in _SETTINGS if arguments[name] != "auto"}
     if arguments["effective_batch_size"] is not None:
         settings["effective_batch_size"] = arguments["effective_batch_size"]
-    if "precision" not in settings and config.trainer.get("precision") is not None:
-        precision = str(config.trainer.precision)
+    if "precision" not in settings and trainer.get("precision") is not None:
+        precision = str(trainer.get("precision"))
         settings["precision"] = _PRECISIONS.get(precision, precision)
     notes = [f"memfit.{name}={arguments[name]!r} is left out of this forecast" for name in _left_out(arguments)]
-    if config.trainer.get("gradient_clip_val"):
+    if trainer.get("gradient_clip_val"):
         notes.append("gradient clipping is left out of this forecast: it works in place")
-    if str(config.trainer.get("devices", 1)) != "1" or str(config.trainer.get("num_nodes", 1)) != "1":
+    if str(trainer.get("devices", 1)) != "1" or str(trainer.get("num_nodes", 1)) != "1":
         notes.append("planned for one device; what several exchange is left out")
     return settings, tuple(notes)
 
@@ -231,3 +215,17 @@ def _planned_batch(trainer: Any, module: Any, loader: Any, settings: dict[str, A
     if hook_owners(trainer):
         batch = called(lambda: transferred(trainer, module, batch), what="a transfer hook")
     return batch, resolved.accumulate_grad_batches
+
+
+def _batches_per_epoch(trainer: Any, loader: Any) -> int | None:
+    """As ``trainer.num_training_batches`` will be; ``None`` where the loader does not tell its length."""
+    if not hasattr(loader, "__len__"):
+        return None
+    limit, length = trainer.limit_train_batches, len(loader)
+    return min(limit, length) if isinstance(limit, int) else int(limit * length)
+
+
+def _optimizer_steps(trainer: Any) -> int | None:
+    """Optimizer steps of the whole run; ``None`` where it has no end that is known."""
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 < steps < float("inf") else None

@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
-from lightning_memfit.cli.subject import Subject
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.errors import NoFeasiblePlanError, TraceError, UnsupportedError
 from lightning_memfit.forecasting import make_plans
 from lightning_memfit.hardware.catalog import catalog, catalog_device, find_gpu
+from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import Forecast, Plan, PlanRequest
 from lightning_memfit.predict.budget import form_budget
@@ -75,21 +75,26 @@ class Outcome:
         return reserved + device.context_low_bytes, reserved + device.context_high_bytes
 
 
-def exit_code_of(outcomes: Sequence[Outcome]) -> int:
-    """The exit code that says the most: that something does not fit, then that something cannot be told."""
-    verdicts = {outcome.verdict for outcome in outcomes}
-    if "does not fit" in verdicts:
-        return DOES_NOT_FIT
-    return CANNOT_TELL if "cannot tell" in verdicts else FITS
+def asked_for(name: str) -> Asked:
+    """The device of that name, or why it cannot be told what it is.
+
+    Raises:
+        ConfigurationError: if there is none of that name.
+    """
+    try:
+        return Asked(name=name, device=detect_device(name))
+    except UnsupportedError as error:
+        return Asked(name=name, device=None, obstacle=str(error))
 
 
-def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any]) -> Outcome:
+def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any], *, real_option: str = "--real") -> Outcome:
     """Plan a subject for a device.
 
     Args:
         asked: the device.
         subject: what is planned.
         arguments: of ``make_plans``, beside those of the subject.
+        real_option: what makes modules for real, for messages.
 
     Raises:
         ConfigurationError: if a setting cannot be used.
@@ -103,7 +108,7 @@ def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any]) -> 
     except TraceError as error:
         reason = f"one training step cannot be traced without running it: {str(error).rstrip('.')}."
         if subject.on_meta:
-            reason += " On the meta device its module has no values; if that is why, --real makes it for real."
+            reason += f" On the meta device its module has no values; if that is why, {real_option} makes it for real."
         return Outcome(asked=asked, verdict="cannot tell", reason=reason)
     return _outcome(asked, asked.device, found, arguments)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.cli import outcomes
+from lightning_memfit.application import outcomes
+from lightning_memfit.application.outcomes import Asked, Outcome, Verdict, outcome_on, outcomes_on
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
-from lightning_memfit.cli.outcomes import Asked, Outcome, Verdict, exit_code_of, outcome_on, outcomes_on
-from lightning_memfit.cli.subject import Subject
+from lightning_memfit.cli.plan_command import exit_code_of
 from lightning_memfit.errors import NoFeasiblePlanError, TraceError
 from lightning_memfit.hardware.catalog import catalog_device, find_gpu
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown

@@ -1,0 +1,1 @@
+"""Hydra finds the sweeper of MemFit here: ``hydra/sweeper=memfit``."""

@@ -1,0 +1,45 @@
+"""What a job measured, as the ``plan.yaml`` in its output folder says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_memfit.errors import PlanFileError
+from lightning_memfit.plan_schema import load_measurement, load_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is known of a job's plan once it ran."""
+
+    plan_label: str
+    """The plan that was applied."""
+    budget_bytes: int
+    """What it might use."""
+    effective_batch_size: int
+    """Samples per optimizer step."""
+    measured_peak_bytes: int | None
+    """Most allocated bytes while training or evaluating; ``None`` where no warm-up ran."""
+    measured_step_seconds: float | None
+    """Wall-clock seconds of one optimizer step."""
+
+    @property
+    def measured_samples_per_second(self) -> float | None:
+        """Of an optimizer step; what a run does besides is left out. ``None`` where it is not known."""
+        return self.effective_batch_size / self.measured_step_seconds if self.measured_step_seconds else None
+
+
+def measured_in(plan_file: Path) -> Measured | None:
+    """Read what a job measured; ``None`` where the file cannot be read."""
+    try:
+        plan, measurement = load_plan(plan_file), load_measurement(plan_file)
+    except PlanFileError:
+        return None
+    return Measured(
+        plan_label=plan.candidate.label,
+        budget_bytes=plan.budget.budget_bytes,
+        effective_batch_size=plan.split.effective_batch_size,
+        measured_peak_bytes=None if measurement is None else measurement.measured_peak_bytes,
+        measured_step_seconds=None if measurement is None else measurement.measured_step_seconds,
+    )

@@ -1,0 +1,174 @@
+"""The task of a sweep's jobs: the user's own, with a record of how each of them ended."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lightning_memfit.errors import NoFeasiblePlanError, SweepError, first_line
+from lightning_memfit.plan_file import FILE_NAME as PLAN_FILE
+from lightning_memfit.sweep.config_digest import digest_of
+from lightning_memfit.sweep.job_end import JobEnd, write_job_end
+from lightning_memfit.sweep.no_fit_file import NO_FIT_FILE, read_no_fit
+
+_Written = dict[Path, int]
+"""Files and when they were changed, in nanoseconds."""
+
+
+class RecordedTask:
+    """Runs a task, and writes ``job.json`` into the job's output folder.
+
+    It can be pickled wherever the task can, so that launchers may send it to other processes.
+
+    Args:
+        task: the user's task function, from a config to what Hydra calls the job's return value.
+    """
+
+    def __init__(self, task: Callable[[Any], Any]) -> None:
+        functools.update_wrapper(self, task, updated=())
+        self.task = task
+        self.numbers: dict[str, int] = {}
+        """The jobs' places in the sweep by their output folders below the sweep's; launchers count launches."""
+
+    def __call__(self, config: Any) -> Any:
+        """Run the task.
+
+        Returns:
+            What the task returns; ``None`` where MemFit found no plan that fits, which is a result and no failure.
+
+        Raises:
+            Exception: what the task raises, once that is recorded; what cannot be sent between processes becomes a
+                :class:`~lightning_memfit.errors.SweepError` with its words.
+        """
+        from hydra.core.hydra_config import HydraConfig
+
+        number = self._numbered()
+        hydra_config = HydraConfig.get()
+        recorded = _Recorded(
+            folder=Path(hydra_config.runtime.output_dir),
+            number=number,
+            overrides=tuple(hydra_config.overrides.task),
+            config_digest=digest_of(config),
+        )
+        try:
+            value = self.task(config)
+        except (Exception, SystemExit) as error:
+            return recorded.raised(error)
+        recorded.returned(value)
+        return value
+
+    def _numbered(self) -> int | None:
+        """Give ``hydra.job.num`` the job's place in the sweep, where the launcher counted the launches instead."""
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import open_dict, read_write
+
+        hydra_config: Any = HydraConfig.get()
+        number = self.numbers.get(str(hydra_config.sweep.subdir))
+        if number is not None and hydra_config.job.num != number:
+            with read_write(hydra_config), open_dict(hydra_config):
+                hydra_config.job.num = number
+        return number
+
+
+class _Recorded:
+    """A job that is under way."""
+
+    def __init__(self, *, folder: Path, number: int | None, overrides: tuple[str, ...], config_digest: str) -> None:
+        self._folder, self._number = folder, number
+        self._overrides, self._config_digest = overrides, config_digest
+        self._before = self._files()
+        self._began = time.perf_counter()
+
+    def returned(self, value: Any) -> None:
+        no_fit = self._written(NO_FIT_FILE)
+        told = None if no_fit is None else read_no_fit(no_fit)
+        if told is not None:
+            self._end("does not fit", objective=_plain_number(value), **told)
+        else:
+            self._end("completed", objective=_plain_number(value))
+
+    def raised(self, error: BaseException) -> None:
+        causes = list(_chain(error))
+        for cause in causes:
+            if isinstance(cause, NoFeasiblePlanError):
+                self._end(
+                    "does not fit",
+                    reason=first_line(cause),
+                    budget_bytes=cause.budget_bytes,
+                    best_peak_bytes=cause.best_peak_bytes,
+                    missing_bytes=cause.missing_bytes,
+                )
+                return
+        if isinstance(error, SystemExit):
+            if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+                raise KeyboardInterrupt from error  # Lightning leaves the process on Ctrl-C
+            if error.code in (None, 0):
+                self._end("completed")
+                return
+        words = _words(error)
+        self._end("failed", reason=words)
+        if isinstance(error, SystemExit) or not _can_be_sent(error):
+            raise SweepError(words) from error
+        raise error
+
+    def _end(self, status: Any, **told: Any) -> None:
+        seconds = time.perf_counter() - self._began
+        plan = self._written(PLAN_FILE)
+        end = JobEnd(
+            status=status,
+            number=self._number,
+            overrides=self._overrides,
+            config_digest=self._config_digest,
+            seconds=seconds,
+            plan_file=None if plan is None else str(plan.relative_to(self._folder)),
+            ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            **told,
+        )
+        write_job_end(self._folder, end)
+
+    def _written(self, name: str) -> Path | None:
+        """The latest file of that name that this job wrote; what an earlier try left does not count."""
+        changed = {
+            path: when for path, when in self._files().items() if path.name == name and self._before.get(path) != when
+        }
+        return max(changed, key=lambda path: changed[path], default=None)
+
+    def _files(self) -> _Written:
+        found = (path for name in (PLAN_FILE, NO_FIT_FILE) for path in self._folder.rglob(name))
+        return {path: path.stat().st_mtime_ns for path in found}
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what lies behind it: applications turn errors into exit codes."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        before = error.__cause__ or error.__context__
+        why = "" if before is None else f" ({type(before).__name__}: {first_line(before)})"
+        return f"the job ended with exit code {error.code}{why}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _plain_number(value: Any) -> float | None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def _can_be_sent(error: BaseException) -> bool:
+    """Whether a launcher can send an error to another process; one that breaks there takes the other jobs with it."""
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:
+        return False

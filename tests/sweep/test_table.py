@@ -1,0 +1,67 @@
+"""The one table at the end."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from lightning_memfit.sweep.job_forecast import JobForecast
+from lightning_memfit.sweep.rows import Row
+from lightning_memfit.sweep.table import COLUMNS_OF_A_FILE, count_words, print_table
+from tests.sweep.rowmaking import end, forecast, job, measured, row
+
+
+def rows() -> list[Row]:
+    completed = end(job(0, "model.width=8", "a=1"), objective=0.12345678, seconds=12.3)
+    failed = end(job(2, "model.width=32", "a=1"), "failed", reason="ValueError: [red]x")
+    return [
+        row(0, "model.width=8", "a=1", forecast=forecast(seconds=1.5), end=completed, measured=measured()),
+        row(1, "model.width=16", "a=1", forecast=forecast(peak_mib=120, same_as=0)),
+        row(2, "model.width=32", "a=1", forecast=JobForecast(verdict="cannot tell", reason="no model"), end=failed),
+        row(3, "model.width=64", "a=1", forecast=forecast(), end=end(job(3)), from_before=True),
+    ]
+
+
+def printed(width: int = COLUMNS_OF_A_FILE, some: list[Row] | None = None) -> list[str]:
+    text = io.StringIO()
+    print_table(rows() if some is None else some, console=Console(file=text, width=width))
+    return text.getvalue().splitlines()
+
+
+def test_every_job_has_a_line_with_what_was_predicted_and_measured() -> None:
+    lines = printed()
+    first = next(line for line in lines if " width=8 " in line)
+    predicted, recorded = ("50.00 MiB", "100.0 MiB", "1.5 s"), ("49.00 MiB", "32", "12.3 s", "0.12346")
+    for cell in ("2 slices of <= 4", *predicted, *recorded, "completed"):
+        assert cell in first
+    second = next(line for line in lines if " width=16 " in line)
+    assert "as job 0" in second and "left out: 20 MiB too" in second
+    # Text of an error is not read as markup.
+    assert "[red]x" in " ".join(lines)
+    assert any("by an earlier" in line for line in lines)
+    assert not any("a=1" in line for line in lines)
+
+
+def test_lines_of_a_file_are_no_wider_than_it_and_end_where_their_text_ends() -> None:
+    lines = printed()
+    assert max(len(line) for line in lines) <= COLUMNS_OF_A_FILE
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_a_narrow_terminal_shows_sizes_and_what_came_of_each_job_whole() -> None:
+    lines = printed(80)
+    assert max(len(line) for line in lines[:-1]) <= 80
+    first = next(line for line in lines if " width=8 " in line)
+    for cell in ("50.00 MiB", "100.0 MiB", "49.00 MiB", "0.12346", "completed"):
+        assert cell in first
+    assert "slices" not in first
+
+
+def test_columns_of_which_nothing_is_known_are_left_out() -> None:
+    text = "\n".join(printed(some=[row(0, "a=1", forecast=forecast()), row(1, "a=2", forecast=forecast())]))
+    assert "predicted" in text and "measured" not in text and "objective" not in text
+
+
+def test_the_jobs_of_each_status_are_counted() -> None:
+    assert count_words(rows()) == "4 jobs: 2 completed, 1 left out, 1 failed, 1 of them by an earlier run"
