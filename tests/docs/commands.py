@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.docs.known_machine import pretend
+
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["lightning_memfit.plugin", "lightning_memfit.cli.command", "hydra"])
 _SECONDS = 300
@@ -81,6 +83,7 @@ def _become(words: list[str], folder: Path, environment: dict[str, str], out: Pa
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w", encoding="utf-8"), os.fdopen(2, "w", encoding="utf-8")
+    pretend(setattr)
     program, *arguments = words
     if program == "memfit":
         from lightning_memfit.cli import main

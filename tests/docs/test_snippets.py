@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.checked_instead import unknown_extras
+from tests.docs.known_machine import pretend
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, read
 from tests.docs.running import PageRun
 
@@ -51,6 +52,7 @@ def reader(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")
+    pretend(monkeypatch.setattr)
     run = PageRun(tmp_path, os.environ)
     yield run
     run.close()
