@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import lightning_memfit
-from lightning_memfit import MemFit, config
+from lightning_memfit import MemFit
 from tests.docs.pages import ROOT, read
 
 
@@ -32,12 +32,6 @@ def shown_on_the_api_page() -> list[str]:
 def test_every_public_name_is_on_the_api_page() -> None:
     public = {f"lightning_memfit.{name}" for name in lightning_memfit.__all__} - {"lightning_memfit.__version__"}
     assert public <= set(shown_on_the_api_page())
-    functions = {
-        f"lightning_memfit.config.{name}"
-        for name, value in vars(config).items()
-        if inspect.isfunction(value) and value.__module__ == config.__name__ and not name.startswith("_")
-    }
-    assert functions <= set(shown_on_the_api_page())
 
 
 @pytest.mark.parametrize("name", shown_on_the_api_page())
