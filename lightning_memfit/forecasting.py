@@ -124,12 +124,13 @@ def forecast(
     Raises:
         ConfigurationError: if a setting cannot be used.
 
-    >>> import torch
-    >>> module = torch.nn.Linear(1000, 1000, bias=False)
-    >>> memory = forecast(module, torch.zeros(10, 1000), loss=lambda m, x: m(x).sum(),
-    ...                   optimizer=torch.optim.SGD, device="cpu", probe_operators=False)
-    >>> memory.by_category["parameters"], memory.by_category["gradients"]
-    (4000000, 4000000)
+    Examples:
+        >>> import torch
+        >>> module = torch.nn.Linear(1000, 1000, bias=False)
+        >>> memory = forecast(module, torch.zeros(10, 1000), loss=lambda m, x: m(x).sum(),
+        ...                   optimizer=torch.optim.SGD, device="cpu", probe_operators=False)
+        >>> memory.by_category["parameters"], memory.by_category["gradients"]
+        (4000000, 4000000)
     """
     spec = detect_device(device)
     request = _one_candidate(

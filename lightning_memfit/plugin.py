@@ -72,9 +72,10 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     """Fits training into memory under a fixed effective batch.
 
     ``Trainer(plugins=[MemFit(effective_batch_size=256)])`` traces one training step without running it, searches
-    slicing, early zeroing of gradients and activation checkpointing for the plan that fits with the least harm, applies
-    it, proves it with profiled steps that leave no trace, and lets training go on. It stands in front of Lightning's
-    own precision plugin, whose checkpoints it reads and writes.
+    precision, slicing, early zeroing of gradients, activation checkpointing and the optimizer's states and
+    implementation for the plan that fits with the least harm, applies it, proves it with profiled steps that leave no
+    trace, and lets training go on. It stands in front of Lightning's own precision plugin, whose checkpoints it reads
+    and writes.
 
     After planning ``plan`` holds what was chosen; after the warm-up ``measured`` holds what was measured. Where nothing
     fits and that is no error, ``no_fit`` says why, and the other two are ``None``.
