@@ -88,7 +88,16 @@ def subject_of_config(
                 settings=settings,
                 notes=(*notes, *made_notes),
                 optimizer_steps=_optimizer_steps(trainer),
+                device=device_of(config),
             )
+
+
+def device_of(config: Any) -> str | None:
+    """What a config says to forecast for, by its ``hardware`` group; ``None`` where it says nothing."""
+    from omegaconf import OmegaConf
+
+    device = OmegaConf.select(config, "hardware.device")
+    return None if device is None else str(device)
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class Subject:
     """Arguments of ``make_plan`` that it brings along."""
     optimizer_steps: int | None = None
     """Optimizer steps of the whole run; ``None`` where that is not known."""
+    device: str | None = None
+    """What its config says to forecast for, ``hardware.device``; ``None`` where it says nothing."""
     notes: tuple[str, ...] = ()
     """What the user should know."""
 

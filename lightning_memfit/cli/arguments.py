@@ -35,7 +35,7 @@ _EXIT_CODES = f"""exit codes:
 _PLAN_EXAMPLES = """examples:
   memfit plan --model my_models:gpt --batch my_models:batch --effective-batch-size 64 --device a100-40gb
   memfit plan --model my_models:gpt --batch 'inputs=4x512:int64[0..32000],targets=4x512:int64' --device t4 --device l4
-  memfit plan model=byte_gpt trainer.max_steps=5 memfit.effective_batch_size=64 --device a100-40gb
+  memfit plan model=byte_gpt memfit.effective_batch_size=64 hardware=a100-40gb
 
 """
 _PLAN_WORDS = """Predicts, without running a step and without the device, whether training fits, and with which plan.
@@ -219,7 +219,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         action="append",
         metavar="NAME",
-        help="local (the default), cpu, cuda:0, or a GPU of the catalogue such as a100-40gb; repeat it for several",
+        help="local (the default, unless a config says hardware=...), cpu, cuda:0, or a GPU of the catalogue such as "
+        "a100-40gb; repeat it for several",
     )
     where.add_argument("--budget", metavar="SIZE", help="what a plan may use of torch's allocator, such as 20GiB")
     where.add_argument("--headroom", metavar="SIZE", help="left free on purpose, such as 1GiB")

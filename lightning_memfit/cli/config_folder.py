@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_memfit.application.composed import answering_hydra, subject_of_config
 from lightning_memfit.application.subject import Subject
+from lightning_memfit.cli.hydra_app import composition_words
 from lightning_memfit.config import register_configs
 from lightning_memfit.errors import ConfigurationError
 
@@ -80,4 +81,4 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> Iterator[Any
             with answering_hydra(config) as composed:
                 yield composed
     except (HydraException, errors.OmegaConfBaseException) as error:
-        raise ConfigurationError(f"The config {folder.name}/{name} cannot be composed: {error}") from error
+        raise ConfigurationError(composition_words(error, f"{folder.name}/{name}")) from error

@@ -14,6 +14,7 @@ from lightning_memfit.application.subject import Subject
 from lightning_memfit.no_fit import NoFit
 from lightning_memfit.plan import Forecast, Measurement, Plan
 from lightning_memfit.plan_file import plain_data
+from lightning_memfit.sweep.sweep_file import FILE_NAME as SWEEP_FILE
 
 SCHEMA_VERSION = 1
 """Version of the documents' structure."""
@@ -48,6 +49,12 @@ def explain_document(
 def fit_document(output_dir: str | None, record: Mapping[str, Any], *, exit_code: int) -> str:
     """The document of ``memfit fit``: where the run left its files, and what its plan or its record says."""
     return _document(exit_code, output_dir=output_dir, **record)
+
+
+def sweep_document(folder: Path | None, *, exit_code: int) -> str:
+    """The document of ``memfit sweep``: what its ``sweep.json`` says; ``null`` under another sweeper."""
+    found = None if folder is None else json.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
+    return _document(exit_code, sweep_dir=None if folder is None else str(folder), sweep=found)
 
 
 def error_document(error: BaseException, *, exit_code: int) -> str:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.cli.arguments import DOES_NOT_FIT, FITS
-from lightning_memfit.cli.documents import fit_document
+from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
+from lightning_memfit.cli.config_folder import CONFIG_DIR, CONFIG_NAME
+from lightning_memfit.cli.documents import fit_document, sweep_document
 from lightning_memfit.cli.hydra_app import run_hydra_app
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import ConfigurationError, SweepError
 from lightning_memfit.no_fit import NO_FIT_FILE, load_no_fit
 from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_schema import load_measurement, load_plan
 
-CONFIG_DIR, CONFIG_NAME = "conf", "config"
-"""Where the primary config is looked for if nothing else is said."""
 _MULTIRUN = ("-m", "--multirun")
 
 
@@ -35,9 +35,7 @@ def run_fit(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
         NoFeasiblePlanError: if nothing fits, unless ``memfit.on_no_fit`` says otherwise.
     """
     if set(arguments.words) & set(_MULTIRUN):
-        raise ConfigurationError(
-            f"{_MULTIRUN[0]} is a sweep: write memfit sweep in place of memfit fit {_MULTIRUN[0]}."
-        )
+        raise ConfigurationError("-m makes a sweep: write memfit sweep in place of memfit fit -m.")
     folders: list[str] = []
 
     def job(config: Any) -> Any:
@@ -69,12 +67,24 @@ def run_sweep(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
         ConfigurationError: if the config cannot be composed or used.
     """
     from lightning_memfit.cli.training import train
+    from lightning_memfit.sweep.heard import sweeps_heard
 
     words = [word for word in arguments.words if word not in _MULTIRUN]
     if not any(word.startswith("hydra/sweeper=") for word in words):
         words.insert(0, "hydra/sweeper=memfit")
-    _run(train, arguments, [_MULTIRUN[0], *words], "memfit sweep")
-    return FITS, None
+    document = None
+    with sweeps_heard() as folders:
+        try:
+            _run(train, arguments, [_MULTIRUN[0], *words], "memfit sweep")
+            code = FITS
+        except SweepError as error:  # what became of the others is in the document, and in the files
+            if not arguments.json:
+                raise
+            print(f"memfit: {error}", file=sys.stderr)
+            code = CANNOT_TELL
+    if arguments.json:
+        document = sweep_document(folders[0] if folders else None, exit_code=code)
+    return code, document
 
 
 def _run(job: Any, arguments: Namespace, words: Sequence[str], program: str) -> None:

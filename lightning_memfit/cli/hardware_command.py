@@ -18,6 +18,8 @@ from lightning_memfit.report.device_words import UNKNOWN_WORDS, device_words
 from lightning_memfit.report.pieces import facts_table, title
 from lightning_memfit.units import format_bytes
 
+_OVERRIDE = "hardware="
+"""How the other commands name a device."""
 _ASSUMED = ", assumed"
 
 
@@ -35,7 +37,7 @@ def run_hardware(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
         ConfigurationError: if a name is not known.
         UnsupportedError: if a GPU of this machine was asked for, and there is none.
     """
-    names = list(dict.fromkeys(arguments.names)) or _here()
+    names = list(dict.fromkeys(name.removeprefix(_OVERRIDE) for name in arguments.names)) or _here()
     if arguments.all:
         names = [*names, *(model.key for model in catalog() if model.key not in names)]
     devices = [(name, detect_device(name)) for name in names]

@@ -36,8 +36,13 @@ def run_hydra_app(job: Callable[[Any], Any], *, folder: Path, name: str, words: 
             one of the ``memfit`` group.
         SystemExit: of Hydra, for its flags, and of the job.
     """
-    import hydra
-    from hydra.errors import HydraException
+    try:
+        import hydra
+        from hydra.errors import HydraException
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{program} needs hydra-core, which is not installed. pip install 'lightning-memfit[cli]'"
+        ) from error
     from omegaconf import errors
 
     register_configs()

@@ -36,14 +36,15 @@ def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     Raises:
         ConfigurationError: if the request cannot be used.
     """
-    asked, notes = _devices(arguments.device or ["local"])
+    if arguments.device:
+        _devices(arguments.device)  # before models are made, like everything that can be wrong with the levers
     given = _given(arguments)
-    # Everything that can be wrong with the levers is said before models are made.
     PlanRequest(**{name: value for name, value in given.items() if name not in ("budget", "headroom", "precision")})
     with subject_of(arguments) as subject:
         settings = {**subject.settings, **given}
         settings.setdefault("effective_batch_size", batch_size_of(subject.batch))
         settings["cache_dir"] = default_cache_dir()
+        asked, notes = _devices(arguments.device or [subject.device or "local"])
         outcomes = outcomes_on(asked, subject, settings)
         return _said(subject, outcomes, notes, arguments, say)
 

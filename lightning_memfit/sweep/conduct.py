@@ -14,6 +14,7 @@ from lightning_memfit.application.outcomes import asked_for
 from lightning_memfit.errors import ConfigurationError, SweepError
 from lightning_memfit.sweep.basic_hydra import sweep_overrides
 from lightning_memfit.sweep.forecasts import forecast_jobs
+from lightning_memfit.sweep.heard import tell
 from lightning_memfit.sweep.job import SweepJob, compose_jobs, varying_overrides
 from lightning_memfit.sweep.job_end import FILE_NAME as JOB_FILE
 from lightning_memfit.sweep.job_end import read_job_end
@@ -77,6 +78,7 @@ def conduct(
         jobs=compose_jobs(config, sweep_overrides(arguments, config_loader), config_loader),
         console=_console(),
     )
+    tell(sweep.sweep_dir)
     sweep.begin(config)
     sweep.forecasts.update(
         forecast_jobs(

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lightning_memfit.application.composed import device_of
 from lightning_memfit.application.outcomes import Asked, asked_for, outcome_on
 from lightning_memfit.application.subject import Subject
 from lightning_memfit.batch_tree import batch_size_of
@@ -69,7 +70,7 @@ def _forecast(
     found: dict[int, JobForecast],
 ) -> JobForecast:
     began = time.perf_counter()
-    name = device or _own_device(job) or "local"
+    name = device or device_of(job.config) or "local"
     try:
         asked = asked_for(name)
         with subject_of_job(job, function, real=real) as subject:
@@ -86,13 +87,6 @@ def _forecast(
         return JobForecast(verdict="cannot tell", reason=_words(error), device=name, seconds=seconds)
     seconds = time.perf_counter() - began
     return forecast_of(outcome, optimizer_steps=subject.optimizer_steps, seconds=seconds)
-
-
-def _own_device(job: SweepJob) -> str | None:
-    from omegaconf import OmegaConf
-
-    device = OmegaConf.select(job.config, "hardware.device")
-    return None if device is None else str(device)
 
 
 def _kind_of(job: SweepJob, subject: Subject, asked: Asked, *, whole: bool) -> _Kind:

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.errors import NoFeasiblePlanError, SweepError, first_line
+from lightning_memfit.errors import NoFeasiblePlanError, PlanFileError, SweepError, first_line
+from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, load_no_fit
 from lightning_memfit.plan_file import FILE_NAME as PLAN_FILE
 from lightning_memfit.sweep.config_digest import digest_of
 from lightning_memfit.sweep.job_end import JobEnd, write_job_end
-from lightning_memfit.sweep.no_fit_file import NO_FIT_FILE, read_no_fit
 
 _Written = dict[Path, int]
 """Files and when they were changed, in nanoseconds."""
@@ -86,12 +86,18 @@ class _Recorded:
         self._began = time.perf_counter()
 
     def returned(self, value: Any) -> None:
-        no_fit = self._written(NO_FIT_FILE)
-        told = None if no_fit is None else read_no_fit(no_fit)
-        if told is not None:
-            self._end("does not fit", objective=_plain_number(value), **told)
-        else:
+        no_fit = _no_fit_in(self._written(NO_FIT_FILE))
+        if no_fit is None:
             self._end("completed", objective=_plain_number(value))
+            return
+        self._end(
+            "does not fit",
+            objective=_plain_number(value),
+            reason=no_fit.reason.strip().splitlines()[0],
+            budget_bytes=no_fit.budget_bytes,
+            best_peak_bytes=no_fit.best_peak_bytes,
+            missing_bytes=no_fit.missing_bytes,
+        )
 
     def raised(self, error: BaseException) -> None:
         causes = list(_chain(error))
@@ -142,6 +148,14 @@ class _Recorded:
     def _files(self) -> _Written:
         found = (path for name in (PLAN_FILE, NO_FIT_FILE) for path in self._folder.rglob(name))
         return {path: path.stat().st_mtime_ns for path in found}
+
+
+def _no_fit_in(path: Path | None) -> NoFit | None:
+    """What a job recorded that went on without a plan; ``None`` where it is no such record."""
+    try:
+        return None if path is None else load_no_fit(path)
+    except PlanFileError:
+        return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
