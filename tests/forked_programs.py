@@ -21,15 +21,26 @@ ROOT = Path(__file__).parents[1]
 
 
 class ForkedPrograms:
-    """The process that has imported everything once; use it as a context."""
+    """The process that has imported everything once; use it as a context.
+
+    Args:
+        python: the interpreter; that of the tests, with this repository to import from, unless another is given.
+    """
+
+    def __init__(self, python: Path | None = None) -> None:
+        self._python = python
 
     def __enter__(self) -> ForkedPrograms:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        environment.pop("PYTHONPATH", None)
+        if self._python is None:
+            environment["PYTHONPATH"] = str(ROOT)
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
+            [str(self._python or sys.executable), str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+            env=environment,
         )
         return self
 
