@@ -76,7 +76,8 @@ def main(config: DictConfig) -> float:
     trainer.fit(Perceptron(config.width, config.learning_rate), *digits(config.batch_size))
     score = objective(trainer, "val_loss")
     if memfit.no_fit is not None:
-        print(f"width={config.width} does not fit {config.memfit.budget}: counts as {score}")
+        missing = format_bytes(memfit.no_fit.missing_bytes)
+        print(f"width={config.width} does not fit, {missing} too much: counts as {score}")
     else:
         peak = format_bytes(memfit.measured.measured_peak_allocated_bytes)
         print(f"width={config.width} trained within {peak} ({memfit.plan.candidate.label}): {score:.3f}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 import yaml
 
 from lightning_memfit import Plan
-from lightning_memfit.units import parse_bytes
+from lightning_memfit.no_fit import load_no_fit
+from lightning_memfit.units import MIB, parse_bytes
 from tests.forked_programs import ForkedPrograms
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,11 +31,14 @@ class Examples:
 
     def run(self, script: str, *arguments: str, folder: Path) -> str:
         """What it prints."""
-        done = self._programs.run(
-            EXAMPLES / script, *arguments, folder=folder, environment={"XDG_CACHE_HOME": str(self._cache)}
-        )
+        done = self.end_of(script, *arguments, folder=folder)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
+
+    def end_of(self, script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Its exit code and what it prints, also where it fails."""
+        environment = {"XDG_CACHE_HOME": str(self._cache)}
+        return self._programs.run(EXAMPLES / script, *arguments, folder=folder, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,35 @@ def test_a_hydra_app_composes_the_group_of_the_package(tmp_path: Path, examples:
     assert plan.split.effective_batch_size == 64
     composed = yaml.safe_load((tmp_path / "run" / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
     assert (composed["memfit"]["budget"], composed["memfit"]["num_profiled_steps"]) == ("3MiB", 2)
+
+
+# Learning rate and batch are given, so that the sampler chooses a width alone: with seed 8 first 1024, then 64.
+TWO_TRIALS = (
+    *("-m", "epochs=1", "learning_rate=0.001", "batch_size=128", "width=choice(64,1024)", "hydra.sweep.dir=sweep"),
+    *("hydra.sweeper.n_trials=2", "hydra.sweeper.sampler.seed=8"),
+)
+
+
+def test_a_sweep_goes_on_where_a_trial_does_not_fit(tmp_path: Path, examples: Examples) -> None:
+    output = examples.run("optuna_sweep/app.py", *TWO_TRIALS, folder=tmp_path)
+    assert re.search(r"^width=1024 does not fit, \d[\d.]* MiB too much: counts as 10.0$", output, re.MULTILINE)
+    assert re.search(r"^width=64 trained within \d[\d.]* KiB \(.*\): \d\.\d+$", output, re.MULTILINE)
+    sweep = tmp_path / "sweep"
+    assert load_no_fit(sweep / "0" / "no_fit.yaml").budget_bytes == 12 * MIB
+    assert Plan.load(sweep / "1" / "plan.yaml").split.effective_batch_size == 128
+    results = yaml.safe_load((sweep / "optimization_results.yaml").read_text(encoding="utf-8"))
+    assert results["best_params"] == {"width": 64}
+    assert 0 < results["best_value"] < math.log(10)  # better than a guess among ten digits, and no penalty
+
+
+@pytest.mark.slow
+def test_an_objective_that_is_no_number_would_end_the_sweep(tmp_path: Path, examples: Examples) -> None:
+    """What the comment in the example's config says of hydra-optuna-sweeper 1.3."""
+    skipping = ["memfit.on_no_fit=skip", "memfit.no_fit_value=null", "hydra.sweeper.max_failure_rate=1.0"]
+    done = examples.end_of("optuna_sweep/app.py", *TWO_TRIALS, *skipping, folder=tmp_path)
+    assert done.returncode == 1
+    assert "Values cannot be specified when state is" in done.stderr
+    assert not (tmp_path / "sweep" / "1").exists()
 
 
 def test_gpus_that_are_not_here_are_compared(tmp_path: Path, examples: Examples) -> None:

@@ -122,8 +122,8 @@ def pip_install(folder: Path, *arguments: str) -> None:
 def new_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel; libraries are those of the tests' own environment.
 
-    Their folder is a line of a ``.pth`` file: it comes behind the environment's own, and ``.pth`` files within it (that of
-    an editable install, which would put this source tree in front) are not read.
+    Their folder is a line of a ``.pth`` file: it comes behind the environment's own, and ``.pth`` files within it (that
+    of an editable install, which would put this source tree in front) are not read.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
@@ -146,7 +146,7 @@ def test_the_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path)
     folders = {name.split("/")[0] for name in names}
     assert folders == {"lightning_memfit", f"lightning_memfit-{lightning_memfit.__version__}.dist-info"}
     data = {name for name in names if not name.endswith(".py") and "dist-info" not in name}
-    presets = {f"lightning_memfit/conf/memfit/{name}.yaml" for name in ("auto", "disabled", "report", "safe")}
+    presets = {f"lightning_memfit/conf/memfit/{name}.yaml" for name in ("auto", "disabled", "fast", "report", "safe")}
     assert presets | {"lightning_memfit/py.typed", "lightning_memfit/hardware/catalog.yaml"} <= data
     assert "lightning_memfit/conf/__init__.py" in names  # Hydra finds pkg:// folders through it
     assert not [name for name in names if re.search(r"tests?/|__pycache__|\.pyc$", name)]
@@ -188,14 +188,13 @@ def test_a_wrong_key_is_told(newcomer: ForkedPrograms, tmp_path: Path) -> None:
     assert "memfit.bugdet" in done.stderr
     added = newcomer.run(app, "+memfit.bugdet=4MiB", folder=tmp_path)
     assert added.returncode == 1
-    assert (
-        "memfit.bugdet='4MiB' is not a setting of MemFit. Choose one of: effective_batch_size, budget," in added.stderr
-    )
+    assert "memfit.bugdet='4MiB' is not a setting of MemFit." in added.stderr
+    assert "'budget'" in added.stderr  # the one that was meant
 
 
 def test_two_budgets_of_a_multirun_train_under_a_plan_each(newcomer: ForkedPrograms, tmp_path: Path) -> None:
-    # Weights (16 + 1 + 1) x 256 + 1 in float32 with gradient and two states: 72 KiB. Of 128 samples the hidden layer keeps
-    # 128 KiB in front of the activation and as much behind it.
+    # Weights (16 + 1 + 1) x 256 + 1 in float32 with gradient and two states: 72 KiB. Of 128 samples the hidden layer
+    # keeps 128 KiB in front of the activation and as much behind it.
     overrides = ["-cn", "typed", "memfit.budget=200KiB,4MiB", "hydra.sweep.dir=sweep"]
     done = newcomer.run(
         write_app(tmp_path), "-m", *overrides, folder=tmp_path, environment={"XDG_CACHE_HOME": str(tmp_path / "cache")}
