@@ -6,6 +6,7 @@ A program sees what it would see if it were started by itself: its arguments, fo
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -69,6 +70,8 @@ class ForkedPrograms:
 def _serve() -> None:
     import lightning.pytorch  # noqa: F401  # what every program imports, and nothing of this project
 
+    gc.collect()
+    gc.freeze()  # programs that collect garbage need not look through all of that again
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -1,7 +1,7 @@
 """A callback of Hydra that writes what the process is like in front of every job and after it, for tests of sweeps.
 
-``+hydra.callbacks.probe._target_=tests.e2e.job_probe.JobProbe`` on the command line; ``before.json`` and ``after.json``
-in the job's folder.
+``+hydra.callbacks.probe._target_=tests.e2e.job_probe.JobProbe`` on the command line, and ``before.json`` and
+``after.json`` are in the job's folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -28,11 +29,22 @@ from omegaconf import DictConfig
 
 
 class JobProbe(Callback):
-    """Looks at the process where a job begins and where it has ended."""
+    """Looks at the process where a job begins and where it has ended.
+
+    Args:
+        measured: a cache of MemFit; what it knows of the device and its operators is put into the folder ``cache`` of
+            each job, without plans and errors of forecasts, which one job keeps for the next on purpose.
+    """
+
+    def __init__(self, measured: str) -> None:
+        self._measured = Path(measured)
 
     def on_job_start(self, config: DictConfig, **others: Any) -> None:
         """The job's folder is there, and its log is open."""
         self._folder = Path(config.hydra.runtime.output_dir)
+        (self._folder / "cache").mkdir()
+        for known in [*self._measured.glob("rates-*.json"), *self._measured.glob("operators-*.json")]:
+            shutil.copy(known, self._folder / "cache")
         _write(self._folder / "before.json")
 
     def on_job_end(self, config: DictConfig, job_return: Any, **others: Any) -> None:
@@ -50,13 +62,15 @@ def process_state() -> dict[str, Any]:
     return {
         "random generators": _random_generators(),
         "environment": dict(os.environ),
-        "working directory": os.getcwd(),
+        "working directory": str(Path.cwd()),
         "threads": sorted(f"{thread.name.split('-')[0]}, daemon {thread.daemon}" for thread in threading.enumerate()),
         "child processes": Path(f"/proc/self/task/{os.getpid()}/children").read_text().split(),
         "open files": _open_files(),
         "tensors": _tensors(),
         "warnings": sorted(repr(entry) for entry in warnings.filters),
-        "signals": {name.name: repr(signal.getsignal(name)) for name in signal.valid_signals() if hasattr(name, "name")},
+        "signals": {
+            name.name: repr(signal.getsignal(name)) for name in signal.valid_signals() if hasattr(name, "name")
+        },
         "hooks of Python": [repr(hook) for hook in (sys.excepthook, sys.displayhook, sys.unraisablehook)],
         "streams": [repr(stream) for stream in (sys.stdout, sys.stderr)],
         "logging": _logging(),
@@ -83,7 +97,7 @@ def _open_files() -> list[str]:
     files = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(entry)
+            target = str(entry.readlink())
         except FileNotFoundError:  # that of the listing itself
             continue
         if not target.endswith(".log"):

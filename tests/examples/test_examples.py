@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,9 @@ class Examples:
         return self._programs.run(EXAMPLES / script, *arguments, folder=folder, environment=environment)
 
 
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examples]:
-    """One cache for all: the first example measures the device."""
-    with ForkedPrograms() as programs:
-        yield Examples(programs, tmp_path_factory.mktemp("cache"))
+@pytest.fixture
+def examples(forked_programs: ForkedPrograms, programs_cache: Path) -> Examples:
+    return Examples(forked_programs, programs_cache)
 
 
 def value(output: str, label: str) -> str:

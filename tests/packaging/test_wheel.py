@@ -192,12 +192,14 @@ def test_a_wrong_key_is_told(newcomer: ForkedPrograms, tmp_path: Path) -> None:
     assert "'budget'" in added.stderr  # the one that was meant
 
 
-def test_two_budgets_of_a_multirun_train_under_a_plan_each(newcomer: ForkedPrograms, tmp_path: Path) -> None:
+def test_two_budgets_of_a_multirun_train_under_a_plan_each(
+    newcomer: ForkedPrograms, programs_cache: Path, tmp_path: Path
+) -> None:
     # Weights (16 + 1 + 1) x 256 + 1 in float32 with gradient and two states: 72 KiB. Of 128 samples the hidden layer
     # keeps 128 KiB in front of the activation and as much behind it.
     overrides = ["-cn", "typed", "memfit.budget=200KiB,4MiB", "hydra.sweep.dir=sweep"]
     done = newcomer.run(
-        write_app(tmp_path), "-m", *overrides, folder=tmp_path, environment={"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        write_app(tmp_path), "-m", *overrides, folder=tmp_path, environment={"XDG_CACHE_HOME": str(programs_cache)}
     )
     assert done.returncode == 0, done.stderr
     for job, budget in ((0, 200 * 1024), (1, 4 * MIB)):
