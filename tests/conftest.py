@@ -63,6 +63,21 @@ def kept_folder(kept_folders: Path, request: pytest.FixtureRequest) -> Iterator[
         yield folder
 
 
+@pytest.fixture(scope="session")
+def forked_programs() -> Iterator[Any]:
+    """A :class:`~tests.forked_programs.ForkedPrograms` for all tests that run whole programs."""
+    from tests.forked_programs import ForkedPrograms  # a test copies this file to where nothing else is
+
+    with ForkedPrograms() as programs:
+        yield programs
+
+
+@pytest.fixture(scope="session")
+def programs_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``XDG_CACHE_HOME`` of whole programs: the first one measures the device for all."""
+    return tmp_path_factory.mktemp("programs_cache")
+
+
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was(one_torch_thread: None) -> Iterator[None]:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
