@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.errors import NoFeasiblePlanError, SweepError, first_line
+from lightning_memfit.errors import NoFeasiblePlanError, PlanFileError, SweepError, first_line
+from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, load_no_fit, no_fit_of
 from lightning_memfit.plan_file import FILE_NAME as PLAN_FILE
 from lightning_memfit.sweep.config_digest import digest_of
 from lightning_memfit.sweep.job_end import JobEnd, write_job_end
-from lightning_memfit.sweep.no_fit_file import NO_FIT_FILE, read_no_fit
 
 _Written = dict[Path, int]
 """Files and when they were changed, in nanoseconds."""
@@ -86,24 +86,17 @@ class _Recorded:
         self._began = time.perf_counter()
 
     def returned(self, value: Any) -> None:
-        no_fit = self._written(NO_FIT_FILE)
-        told = None if no_fit is None else read_no_fit(no_fit)
-        if told is not None:
-            self._end("does not fit", objective=_plain_number(value), **told)
-        else:
+        no_fit = self._no_fit()
+        if no_fit is None:
             self._end("completed", objective=_plain_number(value))
+        else:  # what was returned only stands for an objective
+            self._does_not_fit(no_fit)
 
     def raised(self, error: BaseException) -> None:
         causes = list(_chain(error))
         for cause in causes:
             if isinstance(cause, NoFeasiblePlanError):
-                self._end(
-                    "does not fit",
-                    reason=first_line(cause),
-                    budget_bytes=cause.budget_bytes,
-                    best_peak_bytes=cause.best_peak_bytes,
-                    missing_bytes=cause.missing_bytes,
-                )
+                self._does_not_fit(no_fit_of(cause))
                 return
         if isinstance(error, SystemExit):
             if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
@@ -116,6 +109,25 @@ class _Recorded:
         if isinstance(error, SystemExit) or not _can_be_sent(error):
             raise SweepError(words) from error
         raise error
+
+    def _no_fit(self) -> NoFit | None:
+        """What a run left that did not fit and was not trained (``memfit.on_no_fit``)."""
+        path = self._written(NO_FIT_FILE)
+        if path is None:
+            return None
+        try:
+            return load_no_fit(path)
+        except PlanFileError:
+            return None
+
+    def _does_not_fit(self, no_fit: NoFit) -> None:
+        self._end(
+            "does not fit",
+            reason=no_fit.reason.strip().partition("\n")[0],
+            budget_bytes=no_fit.budget_bytes,
+            best_peak_bytes=no_fit.best_peak_bytes,
+            missing_bytes=no_fit.missing_bytes,
+        )
 
     def _end(self, status: Any, **told: Any) -> None:
         seconds = time.perf_counter() - self._began

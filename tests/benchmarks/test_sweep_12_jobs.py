@@ -16,9 +16,13 @@ from benchmarks.sweep_12_jobs import (
     as_markdown,
     missed_targets,
 )
+from lightning_memfit.no_fit import NoFit, no_fit_record
+from lightning_memfit.plan_file import to_yaml
 from lightning_memfit.sweep.sweep_file import write_sweep
 from lightning_memfit.units import MIB
 from tests.sweep.rowmaking import end, forecast, job, measured, row
+
+NO_FIT = NoFit(reason="too large\nmore", budget_bytes=10, best_peak_bytes=15, missing_bytes=5)
 
 
 def result(sweeper: str = "memfit", left_out: str = "left out", exit_code: int = 0) -> SweepResult:
@@ -82,8 +86,8 @@ def test_a_folder_of_memfits_sweeper_is_read_from_its_file(tmp_path: Path) -> No
 
 def test_a_folder_of_hydras_own_sweeper_is_read_from_what_jobs_left(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "no_fit.yaml").write_text("reason: too large\nmissing_bytes: 5\n")
+    (tmp_path / "1" / "no_fit.yaml").write_text(to_yaml(no_fit_record(NO_FIT)))
     found = list(_jobs_of_hydra(tmp_path))
     assert len(found) == 12
     assert [each.outcome for each in found[:2]] == ["failed", "does not fit"]
-    assert found[1].missing_bytes == 5
+    assert (found[1].reason, found[1].budget_bytes, found[1].missing_bytes) == ("too large", 10, 5)

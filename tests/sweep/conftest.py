@@ -55,8 +55,8 @@ def main(config):
         raise NoFeasiblePlanError("No plan fits.\\nMore lines.", budget_bytes=100, best_peak_bytes=130)
     if config.task == "skips":
         sizes = "budget_bytes: 10\\nbest_peak_bytes: 15\\nmissing_bytes: 5\\n"
-        (output / "no_fit.yaml").write_text(f"reason: too large\\n{sizes}")
-        return None
+        (output / "no_fit.yaml").write_text(f"schema_version: 1\\nreason: too large\\n{sizes}")
+        return float("nan")
     if config.task == "leaves":
         sys.exit(3)
     if config.task == "is killed":
