@@ -27,19 +27,19 @@ from rich.table import Table
 
 from benchmarks.machine import Machine, this_machine
 from benchmarks.presentation import open_console, plain_table, write_text
+from lightning_memfit.no_fit import NO_FIT_FILE, load_no_fit
 from lightning_memfit.sweep.measured import measured_in
-from lightning_memfit.sweep.no_fit_file import NO_FIT_FILE, read_no_fit
 from lightning_memfit.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 SWEPT = (
     "model.d_model=96,192,288",
     "memfit.effective_batch_size=16,32",
-    "memfit.budget=20MiB,120MiB",
+    "memfit.budget=10MiB,64MiB",
 )
-"""Twelve jobs. With 20 MiB the two larger models cannot hold their parameters, gradients and 8-bit states."""
-SHARED = ("trainer=cpu_short", "data=stdlib_excerpt", "memfit.verbose=false")
-"""What all jobs have: four optimizer steps on half a MiB of text."""
+"""Twelve jobs. With 10 MiB the two larger models cannot hold their parameters, gradients and 8-bit states."""
+SHARED = ("model.num_layers=3", "trainer=cpu_short", "data=stdlib_excerpt", "memfit.verbose=false")
+"""What all jobs have: three blocks, and four optimizer steps on half a MiB of text."""
 JOBS = 12
 JOBS_THAT_CANNOT_FIT = 4
 
@@ -125,12 +125,14 @@ def run_sweep(sweeper: str, folder: Path) -> SweepResult:
     words = (f"hydra/sweeper={sweeper}", f"hydra.sweep.dir={folder}", *SHARED, *own, *SWEPT)
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "train.py"), "-m", *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
-        check=False,
-    )
+    # A cache of its own: what one sweep measured and planned must not shorten the other.
+    with tempfile.TemporaryDirectory(prefix="memfit_cache_") as cache:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "train.py"), "-m", *words],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": cache},
+            check=False,
+        )
     seconds = time.perf_counter() - began
     jobs = tuple(_jobs_of_memfit(folder) if sweeper == "memfit" else _jobs_of_hydra(folder))
     return SweepResult(sweeper=sweeper, exit_code=done.returncode, seconds=seconds, jobs=jobs)
@@ -159,16 +161,16 @@ def _jobs_of_hydra(folder: Path) -> Iterator[JobResult]:
     """From what each job left in its folder: Hydra's own sweeper keeps no record of how jobs end."""
     for number in range(JOBS):
         plan, no_fit = folder / str(number) / "plan.yaml", folder / str(number) / NO_FIT_FILE
-        told = read_no_fit(no_fit)
+        told = load_no_fit(no_fit) if no_fit.exists() else None
         measured = measured_in(plan)
         outcome = "trained" if measured is not None and told is None else "failed" if told is None else "does not fit"
         yield JobResult(
             number=number,
             overrides="",
             outcome=outcome,
-            reason="" if told is None else told["reason"],
-            missing_bytes=None if told is None else told["missing_bytes"],
-            budget_bytes=None if measured is None else measured.budget_bytes,
+            reason="" if told is None else told.reason.partition("\n")[0],
+            missing_bytes=None if told is None else told.missing_bytes,
+            budget_bytes=told.budget_bytes if told is not None else None if measured is None else measured.budget_bytes,
             predicted_peak_bytes=None,
             measured_peak_bytes=None if measured is None else measured.measured_peak_bytes,
             measured_samples_per_second=None if measured is None else measured.measured_samples_per_second,

@@ -9,6 +9,7 @@ import torch
 
 from lightning_memfit import errors
 from lightning_memfit.errors import MemFitError, NoFeasiblePlanError, StalePlanError, is_out_of_memory
+from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown
 from lightning_memfit.units import MIB
 
 OUT_OF_MEMORY = {
@@ -99,10 +100,18 @@ def test_a_plan_that_does_not_fit_is_no_out_of_memory_error() -> None:
     assert not is_out_of_memory(NoFeasiblePlanError("no plan fits", budget_bytes=1, best_peak_bytes=2))
 
 
+SMALLEST = Forecast(
+    candidate=Candidate(
+        precision="32-true", split=BatchSplit(effective_batch_size=1, loader_batch_size=1, slice_sizes=(1,))
+    ),
+    memory=MemoryBreakdown(peak_allocated_bytes=5, peak_phase="backward", num_parameters=1),
+)
+
+
 @pytest.mark.parametrize(
     "error",
     [
-        NoFeasiblePlanError("No plan fits.", budget_bytes=3, best_peak_bytes=5),
+        NoFeasiblePlanError("No plan fits.", budget_bytes=3, best_peak_bytes=5, smallest=SMALLEST),
         StalePlanError("Not made for this run.", reasons=("batch", "device")),
     ],
 )

@@ -31,7 +31,7 @@ class JobEnd:
     config_digest: str
     """Stands for its config, the ``hydra`` part left out."""
     objective: float | None = None
-    """What the task returned, if that is a plain number."""
+    """What the task of a completed job returned, if that is a plain number."""
     seconds: float | None = None
     """Wall-clock seconds of the task."""
     reason: str = ""

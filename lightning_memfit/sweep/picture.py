@@ -165,11 +165,13 @@ def _draw_budget(axes: Any, found: Sequence[Point]) -> None:
 
 
 def _number(figure: Any, axes: Any, found: Sequence[Point]) -> None:
-    """Write each job's number beside its mark, where there is room: not on another mark or number."""
+    """Write each job's number beside its mark, where there is room: not on another mark, number, or the budget."""
     per_point = figure.dpi / 72
     marks = [axes.transData.transform((point.percent, point.samples_per_second)) for point in found]
     taken = [_box(x, y - 5 * per_point, 10 * per_point, 10 * per_point) for x, y in marks]
     frame = axes.get_window_extent()
+    budget = axes.transData.transform((100, found[0].samples_per_second))[0]
+    taken.append(_box(budget, frame.y0, 2 * per_point, frame.height))
     for point, (x, y) in sorted(zip(found, marks, strict=True), key=lambda pair: (pair[1][1], pair[1][0])):
         text = str(point.row.job.number)
         size = 6.2 * len(text) * per_point, 9 * per_point

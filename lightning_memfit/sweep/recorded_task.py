@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.errors import NoFeasiblePlanError, PlanFileError, SweepError, first_line
-from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, load_no_fit
+from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, load_no_fit, no_fit_of
 from lightning_memfit.plan_file import FILE_NAME as PLAN_FILE
 from lightning_memfit.sweep.config_digest import digest_of
 from lightning_memfit.sweep.job_end import JobEnd, write_job_end
@@ -86,30 +86,17 @@ class _Recorded:
         self._began = time.perf_counter()
 
     def returned(self, value: Any) -> None:
-        no_fit = _no_fit_in(self._written(NO_FIT_FILE))
+        no_fit = self._no_fit()
         if no_fit is None:
             self._end("completed", objective=_plain_number(value))
-            return
-        self._end(
-            "does not fit",
-            objective=_plain_number(value),
-            reason=no_fit.reason.strip().splitlines()[0],
-            budget_bytes=no_fit.budget_bytes,
-            best_peak_bytes=no_fit.best_peak_bytes,
-            missing_bytes=no_fit.missing_bytes,
-        )
+        else:  # what was returned only stands for an objective
+            self._does_not_fit(no_fit)
 
     def raised(self, error: BaseException) -> None:
         causes = list(_chain(error))
         for cause in causes:
             if isinstance(cause, NoFeasiblePlanError):
-                self._end(
-                    "does not fit",
-                    reason=first_line(cause),
-                    budget_bytes=cause.budget_bytes,
-                    best_peak_bytes=cause.best_peak_bytes,
-                    missing_bytes=cause.missing_bytes,
-                )
+                self._does_not_fit(no_fit_of(cause))
                 return
         if isinstance(error, SystemExit):
             if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
@@ -122,6 +109,25 @@ class _Recorded:
         if isinstance(error, SystemExit) or not _can_be_sent(error):
             raise SweepError(words) from error
         raise error
+
+    def _no_fit(self) -> NoFit | None:
+        """What a run left that did not fit and was not trained (``memfit.on_no_fit``)."""
+        path = self._written(NO_FIT_FILE)
+        if path is None:
+            return None
+        try:
+            return load_no_fit(path)
+        except PlanFileError:
+            return None
+
+    def _does_not_fit(self, no_fit: NoFit) -> None:
+        self._end(
+            "does not fit",
+            reason=no_fit.reason.strip().partition("\n")[0],
+            budget_bytes=no_fit.budget_bytes,
+            best_peak_bytes=no_fit.best_peak_bytes,
+            missing_bytes=no_fit.missing_bytes,
+        )
 
     def _end(self, status: Any, **told: Any) -> None:
         seconds = time.perf_counter() - self._began
@@ -148,14 +154,6 @@ class _Recorded:
     def _files(self) -> _Written:
         found = (path for name in (PLAN_FILE, NO_FIT_FILE) for path in self._folder.rglob(name))
         return {path: path.stat().st_mtime_ns for path in found}
-
-
-def _no_fit_in(path: Path | None) -> NoFit | None:
-    """What a job recorded that went on without a plan; ``None`` where it is no such record."""
-    try:
-        return None if path is None else load_no_fit(path)
-    except PlanFileError:
-        return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

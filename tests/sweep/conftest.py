@@ -54,10 +54,9 @@ def main(config):
         from lightning_memfit.errors import NoFeasiblePlanError
         raise NoFeasiblePlanError("No plan fits.\\nMore lines.", budget_bytes=100, best_peak_bytes=130)
     if config.task == "skips":
-        from lightning_memfit.no_fit import NoFit
-        from lightning_memfit.report.record import write_no_fit
-        write_no_fit(NoFit(reason="too large", budget_bytes=10, best_peak_bytes=15, missing_bytes=5), output)
-        return None
+        sizes = "budget_bytes: 10\\nbest_peak_bytes: 15\\nmissing_bytes: 5\\n"
+        (output / "no_fit.yaml").write_text(f"schema_version: 1\\nreason: too large\\n{sizes}")
+        return float("nan")
     if config.task == "leaves":
         sys.exit(3)
     if config.task == "is killed":

@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from lightning_memfit.application.outcomes import asked_for
+from lightning_memfit.application.subject import Subject
 from lightning_memfit.sweep import forecasts
 from lightning_memfit.sweep.forecasts import forecast_jobs
 from lightning_memfit.sweep.job import compose_jobs
@@ -74,6 +76,24 @@ def test_equal_jobs_are_forecast_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lines[0].startswith("forecast 1 of 4, about ") and " left: job 0 fits: " in lines[0]
     assert lines[1].endswith("job 1 fits, as job 0 (learning_rate=0.2)")
     assert lines[3].startswith("forecast 4 of 4: job 3 ") and len(lines) == 4
+
+
+def test_jobs_with_other_budgets_are_not_equal_where_models_are(tmp_path: Path) -> None:
+    with composing(tmp_path / "conf", "model: {width: 8, lr: 1}\nmemfit: {budget: 64MiB}") as (config, loader):
+        jobs = compose_jobs(config, [(), ("model.lr=2",), ("memfit.budget=32MiB",)], loader)
+    square = Square(jobs[0].config.model)
+    kinds = [
+        forecasts._kind_of(
+            job,
+            Subject(
+                words=job.words, module=square.module, batch=square.batch, on_meta=False, settings=job.config.memfit
+            ),
+            asked_for("t4"),
+            whole=False,
+        )
+        for job in jobs
+    ]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 def test_what_cannot_fit_is_told_with_its_bytes(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import cloudpickle
 import pytest
 
 from lightning_memfit.errors import NoFeasiblePlanError, SweepError
-from lightning_memfit.no_fit import NoFit
-from lightning_memfit.report.record import write_no_fit
+from lightning_memfit.no_fit import NoFit, no_fit_record
+from lightning_memfit.plan_file import to_yaml
 from lightning_memfit.sweep.config_digest import digest_of
 from lightning_memfit.sweep.job_end import JobEnd, read_job_end
 from lightning_memfit.sweep.recorded_task import RecordedTask
@@ -153,23 +153,24 @@ def test_a_run_that_went_on_without_a_plan_does_not_fit(run: Run, tmp_path: Path
     def skips(config: Any) -> float:
         folder = tmp_path / "7" / "logs"
         folder.mkdir(exist_ok=True)
-        words = "30 B too much\nmore"
-        write_no_fit(NoFit(reason=words, budget_bytes=70, best_peak_bytes=100, missing_bytes=30), folder)
+        no_fit = NoFit(reason="30 B too much\nmore", budget_bytes=100, best_peak_bytes=130, missing_bytes=30)
+        (folder / "no_fit.yaml").write_text(to_yaml(no_fit_record(no_fit)))
         return 9.0
 
     assert run(skips) == 9.0
     end = ended(tmp_path)
-    assert (end.status, end.reason, end.missing_bytes, end.budget_bytes) == ("does not fit", "30 B too much", 30, 70)
-    assert end.objective == 9.0
+    assert (end.status, end.reason, end.missing_bytes, end.budget_bytes) == ("does not fit", "30 B too much", 30, 100)
+    # What is returned in place of an objective is none.
+    assert end.objective is None
 
 
-def test_a_file_of_that_name_that_is_no_record_is_nothing(run: Run, tmp_path: Path) -> None:
-    def writes(config: Any) -> float:
-        (tmp_path / "7" / "no_fit.yaml").write_text("mine: 1")
-        return 1.0
+def test_a_record_that_cannot_be_read_does_not_say_that_nothing_fits(run: Run, tmp_path: Path) -> None:
+    def skips(config: Any) -> float:
+        (tmp_path / "7" / "no_fit.yaml").write_text("{")
+        return 9.0
 
-    run(writes)
-    assert ended(tmp_path).status == "completed"
+    run(skips)
+    assert (ended(tmp_path).status, ended(tmp_path).objective) == ("completed", 9.0)
 
 
 def test_files_of_an_earlier_try_do_not_count(run: Run, tmp_path: Path) -> None:
