@@ -144,13 +144,17 @@ def test_the_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     folders = {name.split("/")[0] for name in names}
-    assert folders == {"lightning_memfit", f"lightning_memfit-{lightning_memfit.__version__}.dist-info"}
+    dist_info = f"lightning_memfit-{lightning_memfit.__version__}.dist-info"
+    assert folders == {"lightning_memfit", "hydra_plugins", dist_info}
     data = {name for name in names if not name.endswith(".py") and "dist-info" not in name}
     presets = {f"lightning_memfit/conf/memfit/{name}.yaml" for name in ("auto", "disabled", "fast", "report", "safe")}
-    assert presets | {"lightning_memfit/py.typed", "lightning_memfit/hardware/catalog.yaml"} <= data
+    gpus = {f"lightning_memfit/conf/hardware/{name}.yaml" for name in ("local", "a100-40gb", "t4")}
+    assert presets | gpus | {"lightning_memfit/py.typed", "lightning_memfit/hardware/catalog.yaml"} <= data
     assert "lightning_memfit/conf/__init__.py" in names  # Hydra finds pkg:// folders through it
+    assert "hydra_plugins/__init__.py" not in names  # it would hide the plugins of other packages
     assert not [name for name in names if re.search(r"tests?/|__pycache__|\.pyc$", name)]
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "lightning_memfit").rglob("*.py")}
+    packages = ("lightning_memfit", "hydra_plugins")
+    sources = {str(path.relative_to(ROOT)) for package in packages for path in (ROOT / package).rglob("*.py")}
     assert sources == {name for name in names if name.endswith(".py")}
 
 
