@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,8 @@ def test_what_a_test_leaves_behind_is_named_and_what_it_undoes_is_not(tmp_path: 
     shutil.copy(CONFTEST, tmp_path / "conftest.py")
     (tmp_path / "test_traces.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "."]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(CONFTEST.parents[1])}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert result.returncode == 1, result.stdout
     assert "4 passed, 3 errors" in result.stdout
     found = {line.split("::")[1].split(" - ")[0] for line in result.stdout.splitlines() if line.startswith("ERROR ")}
