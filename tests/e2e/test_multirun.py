@@ -24,6 +24,7 @@ from lightning_memfit import Plan
 from lightning_memfit.no_fit import load_no_fit
 from lightning_memfit.units import MIB
 from tests.e2e.job_probe import process_state
+from tests.e2e.test_equal_runs import EQUAL
 from tests.forked_programs import ForkedPrograms
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,19 @@ LAUNCHERS = {
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
     "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"],
 }
+
+
+def test_equal_jobs_at_the_same_time_plan_once(sweep: Path, programs_cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    # A learning rate makes no other plan; of this budget nothing is kept yet.
+    equal = ["memfit.effective_batch_size=16", "memfit.budget=63MiB", "model.learning_rate=1e-3,2e-3"]
+    run_sweep(tmp_path, programs_cache, *SMALL, *equal, *LAUNCHERS["joblib"])
+    plans = [Plan.load(tmp_path / "sweep" / str(number) / "plan.yaml") for number in range(2)]
+    searched = [plan for plan in plans if EQUAL not in plan.notes]
+    assert len(searched) == 1
+    assert plans[0].candidate == plans[1].candidate
+    for number in range(2):
+        assert_trained(tmp_path / "sweep" / str(number), effective_batch_size=16)
 
 
 @pytest.mark.slow
