@@ -2,7 +2,7 @@
 
 Needs scikit-learn and hydra-core; from any folder:
 
-    python examples/vit_digits/app.py                                 # a few slices within 8 MiB
+    python examples/vit_digits/app.py                                 # within the 8 MiB of conf/config.yaml
     python examples/vit_digits/app.py memfit.budget=64MiB model=wide  # another choice of each group
     python examples/vit_digits/app.py memfit=report                   # plan and print, change nothing
     python examples/vit_digits/app.py --cfg job --package memfit      # every key of the group

@@ -1,7 +1,8 @@
 """Sweeps of the training job: each job leaves what a run of its own leaves, and nothing for the jobs behind it.
 
-Hydra's basic launcher runs all jobs in one process. Run with ``pytest tests/e2e/test_multirun.py``; ``-m slow`` runs
-the launchers that start processes of their own, too.
+Hydra's basic launcher runs all jobs in one process: what one leaves, the next one has (open files, optuna/optuna#5337;
+models held in memory, mit-ll-responsible-ai/hydra-zen#152; peak counters, hydra-ecosystem/hydra#2631).
+Run with ``pytest tests/e2e/test_multirun.py``; ``-m slow`` runs the launchers that start processes of their own, too.
 """
 
 from __future__ import annotations
