@@ -135,8 +135,10 @@ class FitSession:
         return plan if note is None else replace(plan, notes=(*plan.notes, note))
 
     def _keep(self, planning: Planning, plan: Plan) -> None:
-        """Keep a plan that was searched for in full."""
-        if self._kept_plan is not None and not planning.was_taken_over and not planning.is_out_of_time():
+        """Keep a plan that was searched for in full; without a proof to come, its rivals are never timed."""
+        if self._kept_plan is None or self._request.mode != "apply":
+            return
+        if not planning.was_taken_over and not planning.is_out_of_time():
             self._kept_plan.save(plan)
 
     def apply(self) -> None:

@@ -109,6 +109,13 @@ def test_without_a_cache_nothing_is_kept(make_trainer: MakeTrainer, searches: li
     assert EQUAL not in fit(make_trainer).notes
 
 
+def test_a_report_keeps_no_plan_since_nothing_of_it_is_proven_or_timed(make_trainer: MakeTrainer) -> None:
+    plugin = MemFit(budget="24KiB", precision="32-true", mode="report", verbose=False)
+    make_trainer(plugin).fit(Deep(), loader())
+    assert plugin.plan is not None
+    assert EQUAL not in fit(make_trainer).notes
+
+
 def test_a_kept_plan_that_does_not_stand_is_searched_anew(
     make_trainer: MakeTrainer, kept_folder: Path, searches: list[int]
 ) -> None:
