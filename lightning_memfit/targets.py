@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -177,6 +178,7 @@ def target_of(device: DeviceSpec) -> Target:
             multiprocessors=device.multiprocessors,
             torch_minor=_torch_minor(),
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+            cublas_workspace_config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
         ),
         settings=AllocatorSettings.from_text(device.allocator_settings or ""),
         allowed_bytes=_allowed_bytes(device),
