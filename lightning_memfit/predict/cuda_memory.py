@@ -84,7 +84,8 @@ def _rounded_operation(operation: Operation, size_of: Rounded) -> Operation:
 
 def _rounded_probe(probe: ProbeResult, size_of: Rounded) -> ProbeResult:
     hidden = None if probe.hidden_bytes is None else size_of(probe.hidden_bytes)
-    return replace(probe, peak_bytes=size_of(probe.peak_bytes), hidden_bytes=hidden)
+    outputs = {position: size_of(size) for position, size in probe.output_bytes.items()}
+    return replace(probe, peak_bytes=size_of(probe.peak_bytes), output_bytes=outputs, hidden_bytes=hidden)
 
 
 def requests_of(
@@ -194,7 +195,8 @@ class _Run:
                 self._blocks[operation.outputs[0].storage] = block
         else:
             for output in operation.outputs:
-                self.take(output.storage, output.allocated_bytes)
+                real = None if probe is None else probe.output_bytes.get(output.position)
+                self.take(output.storage, output.allocated_bytes if real is None else real)
         hidden = 0 if probe is None else probe.temporary_bytes
         if hidden:
             self.requests.append(Release(self._new_block(hidden)))

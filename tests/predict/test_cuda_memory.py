@@ -108,6 +108,17 @@ def test_temporaries_inside_an_operator_come_after_its_outputs_and_go_at_once() 
     assert _sizes(requests_of(_timeline(), probes))[2:5] == [1000, 3000, -3000]
 
 
+def test_an_output_is_as_large_as_a_real_call_made_it() -> None:
+    # 2,048 bytes in place of 1,000, and 5,000 at the most within the call: 2,952 beside it.
+    real = Operation("mm", "", "forward", 0, (Output(4, 0, 1000),), flops=1)
+    timeline = _timeline(events=(real, *_timeline().events[1:]))
+    probes = {0: ProbeResult(peak_bytes=5000, output_bytes={0: 2048})}
+    assert _sizes(requests_of(timeline, probes))[2:5] == [2048, 2952, -2952]
+    # In blocks of 512 bytes: 4,096 that were 1,024, and 5,120 at the most within.
+    blind, seen = (predict_cuda_memory(timeline, each).by_phase["forward"] for each in (None, probes))
+    assert seen - blind == 5120 - 1024
+
+
 def test_workspaces_are_taken_once_by_the_first_product_of_their_phase() -> None:
     workspaces = _workspaces((8, 0))
     sizes = _sizes(requests_of(_timeline(), workspaces=workspaces))
