@@ -94,7 +94,8 @@ class FitSession:
             self._probers.start()
         announce("looking at the batches")
         self._loader = TrainLoader.request(self.trainer)
-        with random_state_kept():
+        with random_state_kept(), ExitStack() as ending:
+            ending.callback(self._probers.leave_gpu)  # before the module is moved there
             prepared = prepare(
                 self.trainer,
                 self._module,

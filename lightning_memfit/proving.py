@@ -303,6 +303,7 @@ class Proving:
         """Seconds of a step; infinite where it does not run a second time, so that the first time counts."""
         self._levers.put_on(forecast.candidate)
         self._planning.announce(f"timing again: {forecast.candidate.label}")
+        self._leave_gpu()
         try:
             with self._prepared.loaders_in_sight(), self._limited():
                 return time_steps(

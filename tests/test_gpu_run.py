@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memfit import MemFit, fit_session, preparation, probers, proving
 from lightning_memfit.batch_functions import BatchFunctions
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.fit_session import FitSession
 from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.hardware.catalog import catalog_device
@@ -171,6 +171,30 @@ def test_the_probing_process_has_left_the_gpu_when_it_is_looked_at_and_when_plan
     session._planning, session.plan = SimpleNamespace(prepared=prepared), plan  # type: ignore[assignment]
     session.prove(lambda *_: None, lambda _: None)
     assert done == ["left", "looked at", "left", "ran", "closed"]
+
+
+def test_the_probing_process_has_left_the_gpu_when_the_module_is_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = FitSession(
+        attached(Model()),
+        Model(),
+        PlanRequest(),
+        BatchFunctions(split_batch=None, loss_weight="samples"),
+        worst_batch=None,
+        cache_dir=None,
+    )
+    done: list[str] = []
+
+    def search(*_: Any, **__: Any) -> Any:
+        done.append("searched")
+        raise ConfigurationError("nothing to plan")
+
+    monkeypatch.setattr(session._probers, "start", lambda: None)
+    monkeypatch.setattr(session._probers, "leave_gpu", lambda: done.append("left"))
+    monkeypatch.setattr(fit_session.TrainLoader, "request", lambda trainer: None)
+    monkeypatch.setattr(fit_session, "prepare", search)
+    with pytest.raises(ConfigurationError, match="nothing to plan"):
+        session.make_plan(lambda _: None)
+    assert done == ["searched", "left"]
 
 
 def test_every_warm_up_begins_without_a_probing_process(monkeypatch: pytest.MonkeyPatch) -> None:

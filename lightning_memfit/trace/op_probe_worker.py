@@ -109,6 +109,7 @@ class Prober:
         with torch.enable_grad():
             found = {number: self._probe(number, op, args, kwargs) for number, op, args, kwargs in requests}
         self._kept.clear()
+        torch.cuda.empty_cache()  # while it waits this process holds its context alone
         peaks, self._gpu_peaks = self._gpu_peaks, {}
         return self._answers(found, peaks)
 

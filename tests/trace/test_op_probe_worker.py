@@ -177,6 +177,7 @@ def test_on_a_gpu_the_allocator_tells_the_peak_of_the_second_call(monkeypatch: p
     answering("reset_peak_memory_stats", None)
     answering("memory_allocated", 10_000)
     answering("max_memory_allocated", 16_144)
+    answering("empty_cache", None)
     prober = Prober(2**30, "meta")
     zeros = (1, "aten.zeros.default", [[3]], {"device": torch.device("cpu")})
     requests = [(0, "aten.cos.default", [tensor(1000)], {}), zeros]
@@ -187,10 +188,12 @@ def test_on_a_gpu_the_allocator_tells_the_peak_of_the_second_call(monkeypatch: p
     assert shapes[0] == ("float32", (1000,), (1,))
     assert answers[1][1] == {0: 512}  # made where the arguments are, not on the CPU
     assert asked[:4] == ["synchronize", "reset_peak_memory_stats", "memory_allocated", "synchronize"]
+    assert asked[-1] == "empty_cache" and asked.count("empty_cache") == 1
     assert prober.run(requests) == answers
 
 
-def test_what_fails_on_a_gpu_is_named() -> None:
+def test_what_fails_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     answers = Prober(3999, "meta").run([(0, "aten.cos.default", [tensor(1000)], {})])
     assert answers[0].startswith("MemoryError: an argument of 4000 bytes")
 
