@@ -13,9 +13,9 @@ from lightning_memfit.predict.cuda_temporaries import describe_formulas
 _HEADING = """# What CUDA operators take inside
 
 A trace sees the outputs of operators, not what they allocate and give back before they return. For a GPU that is not
-here these formulas tell it; `predict/cuda_temporaries/` has each with its derivation, and
-`tests/predict/test_cuda_temporaries.py` works them out by hand. None was measured on a GPU: they are read from the
-sources named. Forecasts take the lower end of an interval.
+here these formulas tell it, and on one that is here they stand for the calls that could not be run;
+`predict/cuda_temporaries/` has each with its derivation, and `tests/predict/test_cuda_temporaries.py` works them out by
+hand. None was measured on a GPU: they are read from the sources named. Forecasts take the lower end of an interval.
 
 Made by `python -m benchmarks.cuda_formulas docs/cuda-temporaries.md`.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -98,6 +98,8 @@ def _memory(workload: Workload, setting: Setting, device: str) -> MemoryBreakdow
     target = target_of(detect_device(device))
     probes: Mapping[int, ProbeResult] = {}
     if isinstance(target, CudaTarget):
+        architecture = replace(target.architecture, cublas_workspace_config=setting.cublas_workspace)
+        target = replace(target, architecture=architecture)
         probes = FormulaProber(target.architecture).probe(timeline.signatures).results
     return target.memory(timeline, probes, zero_gradients_early=early)
 

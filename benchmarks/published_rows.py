@@ -51,6 +51,8 @@ class Setting:
     where it fills them with zeros and keeps them."""
     kept_outputs: Held
     """How long the loop holds on to what the network returned."""
+    cublas_workspace: str = ""
+    """What ``CUBLAS_WORKSPACE_CONFIG`` was; empty where it was not set."""
     device: str
     """Name of the device in the catalogue."""
 
@@ -176,6 +178,7 @@ def _setting(row: dict[str, str]) -> Setting:
         micro_batch=int(row["micro_batch"]) if row["micro_batch"] else None,
         zero_gradients=row["zero_gradients"],
         kept_outputs=_held(row["kept_outputs"]),
+        cublas_workspace=row["cublas_workspace"],
         device=row["device"],
     )
 

@@ -19,9 +19,9 @@ from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Measurement, Plan, PlanRequest
 from lightning_memfit.planning import Announce, Planning
 from lightning_memfit.preparation import WorstBatch, prepare
+from lightning_memfit.probers import Probers
 from lightning_memfit.proving import Proving, Report
 from lightning_memfit.run_key import corrections_key, plan_key, run_words
-from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.undo import set_instance_attribute
 
 _DISPROVED = 4
@@ -66,7 +66,7 @@ class FitSession:
         self._functions = functions
         self._worst_batch = worst_batch
         self._cache_dir = cache_dir
-        self._prober = OperatorProber(cache_dir=cache_dir)
+        self._probers = Probers(cache_dir=cache_dir)
         self._loader: TrainLoader | None = None
         self._planning: Planning | None = None
         self._kept_plan: KeptPlan | None = None
@@ -90,17 +90,19 @@ class FitSession:
         """
         seconds = self._request.planning_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
-        self._prober.start()
+        if self.trainer.strategy.root_device.type == "cpu":
+            self._probers.start()
         announce("looking at the batches")
         self._loader = TrainLoader.request(self.trainer)
-        with random_state_kept():
+        with random_state_kept(), ExitStack() as ending:
+            ending.callback(self._probers.leave_gpu)  # before the module is moved there
             prepared = prepare(
                 self.trainer,
                 self._module,
                 self._request,
                 self._functions,
                 self._loader,
-                self._prober,
+                self._probers,
                 worst_batch=self._worst_batch,
                 cache_dir=self._cache_dir,
             )
@@ -171,15 +173,18 @@ class FitSession:
         """
         planning = self._planned
         planning.announce = announce
+        self._probers.leave_gpu()  # before it is looked at how much of it is free
         now = planning.prepared.looked_at_again()
         if now is not planning.prepared:
             planning.prepared = now
             self.plan = replace(self._chosen, device=now.device, budget=now.budget)
-        proving = Proving(planning, self._levers, planning.prepared.validation_batch())
+        proving = Proving(
+            planning, self._levers, planning.prepared.validation_batch(), leave_gpu=self._probers.leave_gpu
+        )
         plan, self.measurement = proving.prove(self._chosen, report)
         self._remember(planning, plan)
         self.plan = self._rates_doubted(plan, self.measurement)
-        self._prober.close()
+        self._probers.close()
 
     def _remember(self, planning: Planning, plan: Plan) -> None:
         """Keep what stood in place of what was searched, and by how much forecasts were off."""
@@ -198,7 +203,7 @@ class FitSession:
             if self._loader is not None:
                 ending.callback(forget_validation_loader, self.trainer)
                 ending.callback(self._loader.close)
-            ending.callback(self._prober.close)
+            ending.callback(self._probers.close)
             ending.callback(self._run_levers.close)
             ending.callback(self._levers.end)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_memfit.plan import (
     Precision,
 )
 from lightning_memfit.predict.budget import form_budget
+from lightning_memfit.probers import GpuProber, gpu_prober
 from lightning_memfit.search.checkpointing import Recomputable, recomputable
 from lightning_memfit.search.levers import TIERS, SearchSpace, search_space
 from lightning_memfit.search.planner import search_plan
@@ -473,7 +474,11 @@ def _prober(device: DeviceSpec, probe_operators: bool, cache_dir: Path | None) -
     if device.kind == "cuda":
         target = target_of(device)
         assert isinstance(target, CudaTarget)
-        yield FormulaProber(target.architecture)
+        on_gpu = gpu_prober(device, target, cache_dir=cache_dir) if probe_operators else None
+        with ExitStack() as ending:
+            if isinstance(on_gpu, GpuProber):
+                ending.callback(on_gpu.close)
+            yield on_gpu or FormulaProber(target.architecture)
         return
     if not probe_operators:
         yield None

@@ -32,6 +32,7 @@ from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, PlanRequest
 from lightning_memfit.predict.budget import form_budget
+from lightning_memfit.probers import Probers
 from lightning_memfit.run_forecaster import RunForecaster, floor_forecast, forecaster_of
 from lightning_memfit.search.batch_arithmetic import (
     LoaderPlan,
@@ -42,7 +43,6 @@ from lightning_memfit.search.batch_arithmetic import (
 from lightning_memfit.search.checkpointing import is_compiled, recomputable
 from lightning_memfit.search.levers import SearchSpace, search_space
 from lightning_memfit.slice_guard import SliceGuard
-from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.units import format_bytes
 from lightning_memfit.validate.arrived_batch import ArrivedBatch, arrived_batch
 from lightning_memfit.validate.splittable import has_train_mode_batch_norm
@@ -264,7 +264,7 @@ def prepare(
     request: PlanRequest,
     functions: BatchFunctions,
     loader: TrainLoader,
-    prober: OperatorProber,
+    probers: Probers,
     *,
     worst_batch: WorstBatch = None,
     cache_dir: Path | None = None,
@@ -277,7 +277,7 @@ def prepare(
         request: what the user asked for.
         functions: the user's functions for batches.
         loader: the train loader.
-        prober: finds the operators' hidden temporaries.
+        probers: find the operators' hidden temporaries.
         worst_batch: the largest batch, or a function that makes it, if the user gives one.
         cache_dir: keeps what was measured of the device.
 
@@ -328,7 +328,7 @@ def prepare(
             module,
             arrived.batch,
             functions=functions,
-            prober=prober,
+            probers=probers,
             resident_batches=resident_batches,
             waiting_batch=batch,
             rates=rates,

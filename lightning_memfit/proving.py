@@ -79,14 +79,23 @@ def _not_compiled(error: Exception) -> _Unrecomputable:
 class Proving:
     """Runs plans on the live Trainer until one stands."""
 
-    def __init__(self, planning: Planning, levers: StepLevers, validation: ScannedBatch | None) -> None:
+    def __init__(
+        self,
+        planning: Planning,
+        levers: StepLevers,
+        validation: ScannedBatch | None,
+        *,
+        leave_gpu: Callable[[], None] = lambda: None,
+    ) -> None:
         """Run nothing yet.
 
         Args:
             planning: searches again where a plan does not stand.
             levers: puts candidates on the Trainer.
             validation: the largest validation batch; ``None`` if the run does not validate.
+            leave_gpu: ends what a search left running on the GPU, before anything is measured there.
         """
+        self._leave_gpu = leave_gpu
         self._planning = planning
         self._prepared = planning.prepared
         self._levers = levers
@@ -256,6 +265,7 @@ class Proving:
             if candidate.optimizer_states == "8bit"
             else None
         )
+        self._leave_gpu()
         measurement = mismatch = None
         try:
             with self._prepared.loaders_in_sight(), self._limited():
@@ -293,6 +303,7 @@ class Proving:
         """Seconds of a step; infinite where it does not run a second time, so that the first time counts."""
         self._levers.put_on(forecast.candidate)
         self._planning.announce(f"timing again: {forecast.candidate.label}")
+        self._leave_gpu()
         try:
             with self._prepared.loaders_in_sight(), self._limited():
                 return time_steps(

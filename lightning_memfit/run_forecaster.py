@@ -15,6 +15,7 @@ from lightning_memfit.manual_forecaster import ManualForecaster
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import Candidate, Forecast, MemoryBreakdown
+from lightning_memfit.probers import Probers
 from lightning_memfit.targets import CudaTarget, FormulaProber, Prober, target_of
 from lightning_memfit.trace.closure_step import needs_closure
 from lightning_memfit.trace.op_probe import OperatorProber
@@ -33,7 +34,7 @@ def forecaster_of(
     batch: Any,
     *,
     functions: BatchFunctions,
-    prober: Prober | None,
+    probers: Probers | None,
     resident_batches: int,
     waiting_batch: Any,
     rates: DeviceRates | None,
@@ -47,7 +48,7 @@ def forecaster_of(
         module: its LightningModule.
         batch: one collated batch, as ``training_step`` gets it.
         functions: the user's functions for batches.
-        prober: finds the operators' hidden temporaries.
+        probers: find the operators' hidden temporaries; without them formulas do on a GPU, and nothing on the host.
         resident_batches: batches alive at the same time.
         waiting_batch: one of the others, as the loader gives it.
         rates: how fast the device is.
@@ -58,14 +59,15 @@ def forecaster_of(
         UnsupportedError: for manual optimization on a GPU.
     """
     target = target_of(device)
-    if isinstance(target, CudaTarget):
-        prober = FormulaProber(target.architecture)
-        if not module.automatic_optimization:
-            raise UnsupportedError(
-                f"{type(module).__qualname__} has automatic_optimization=False, and training steps that step their own "
-                "optimizers are not forecast for a GPU in this release. Use automatic optimization, or set MEMFIT=off "
-                "in the environment."
-            )
+    if isinstance(target, CudaTarget) and not module.automatic_optimization:
+        raise UnsupportedError(
+            f"{type(module).__qualname__} has automatic_optimization=False, and training steps that step their own "
+            "optimizers are not forecast for a GPU in this release. Use automatic optimization, or set MEMFIT=off "
+            "in the environment."
+        )
+    prober: Prober | None = FormulaProber(target.architecture) if isinstance(target, CudaTarget) else None
+    if probers is not None:
+        prober = probers.of(device, target)
     if not module.automatic_optimization:
         assert prober is None or isinstance(prober, OperatorProber)
         return ManualForecaster(

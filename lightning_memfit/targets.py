@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -123,10 +124,11 @@ class FormulaProber:
 
     Args:
         architecture: the GPU and torch's version.
+        remarks: what is to be said with every answer.
     """
 
-    def __init__(self, architecture: CudaArchitecture) -> None:
-        self._architecture = architecture
+    def __init__(self, architecture: CudaArchitecture, *, remarks: tuple[str, ...] = ()) -> None:
+        self._architecture, self._remarks = architecture, remarks
 
     def probe(self, signatures: Sequence[Signature]) -> Probes:
         """Results for the signatures that a formula covers; of an interval its lower end.
@@ -140,7 +142,7 @@ class FormulaProber:
                 results[number] = ProbeResult(peak_bytes=0, output_bytes={}, hidden_bytes=hidden.low_bytes)
             elif hidden is not None and hidden.high_bytes > MIB:
                 left_out[signature.op] = f"its library decides: {hidden.reason}"
-        return Probes(results=results, failures=left_out)
+        return Probes(results=results, failures=left_out, remarks=self._remarks)
 
 
 def _operators(timeline: Timeline) -> Iterator[tuple[str, Phase]]:
@@ -177,6 +179,7 @@ def target_of(device: DeviceSpec) -> Target:
             multiprocessors=device.multiprocessors,
             torch_minor=_torch_minor(),
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+            cublas_workspace_config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
         ),
         settings=AllocatorSettings.from_text(device.allocator_settings or ""),
         allowed_bytes=_allowed_bytes(device),

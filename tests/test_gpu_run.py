@@ -16,9 +16,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MemFit, preparation, proving
+from lightning_memfit import MemFit, fit_session, preparation, probers, proving
 from lightning_memfit.batch_functions import BatchFunctions
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.errors import ConfigurationError, UnsupportedError
+from lightning_memfit.fit_session import FitSession
 from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.hardware.catalog import catalog_device
 from lightning_memfit.hardware.device import DeviceSpec
@@ -28,7 +29,10 @@ from lightning_memfit.plan import BatchSplit, Candidate, PlanRequest
 from lightning_memfit.preconditions import check_trainer
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.preparation import Preparation
+from lightning_memfit.probers import Probers
 from lightning_memfit.run_forecaster import forecaster_of
+from lightning_memfit.trace.op_probe import Probes
+from lightning_memfit.trace.timeline import ProbeResult
 from lightning_memfit.validate import warmup
 from lightning_memfit.validate.arrived_batch import arrived_batch
 
@@ -61,13 +65,13 @@ def attached(module: LightningModule) -> Trainer:
     return trainer
 
 
-def run_forecaster(module: LightningModule, device: DeviceSpec) -> Any:
+def run_forecaster(module: LightningModule, device: DeviceSpec, probing: Probers | None = None) -> Any:
     return forecaster_of(
         attached(module),
         module,
         torch.zeros(64, 1000),
         functions=BatchFunctions(split_batch=None, loss_weight="samples"),
-        prober=None,
+        probers=probing,
         resident_batches=1,
         waiting_batch=None,
         rates=None,
@@ -91,6 +95,116 @@ def test_a_run_on_a_gpu_is_forecast_by_its_rules_and_its_allocator() -> None:
     assert memory.peak_allocated_bytes > 5 * 4_004_000 + 2 * 8_519_680
     assert memory.peak_reserved_bytes is not None and memory.peak_reserved_bytes >= memory.peak_allocated_bytes
     assert memory.minimum_feasible_bytes is not None
+
+
+class Process:
+    """Stands for the process on a GPU; finds that a product takes a gigabyte inside, or fails at all."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.done: list[str] = []
+        self._error = error
+
+    def probe(self, signatures: Any) -> Probes:
+        if self._error is not None:
+            raise self._error
+        products = [n for n, signature in enumerate(signatures) if signature.op.startswith("aten.mm")]
+        found = {n: ProbeResult(peak_bytes=0, output_bytes={}) for n in range(len(signatures))}
+        return Probes(results=found | {n: ProbeResult(peak_bytes=GIB, output_bytes={}) for n in products})
+
+    def end_process(self) -> None:
+        self.done.append("ended")
+
+    def close(self) -> None:
+        self.done.append("closed")
+
+
+def forecast_on_a_present_gpu(monkeypatch: pytest.MonkeyPatch, process: Process) -> Any:
+    monkeypatch.setattr(probers, "process_on", lambda *_: process)
+    present = replace(A100, is_present=True, uuid="1234-56")
+    return run_forecaster(Model(), present, Probers(cache_dir=None))(candidate())
+
+
+def test_on_a_gpu_that_is_here_operators_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_formulas = run_forecaster(Model(), A100)(candidate()).memory
+    seen = forecast_on_a_present_gpu(monkeypatch, Process())
+    assert seen.memory.peak_allocated_bytes > GIB > by_formulas.peak_allocated_bytes
+    assert "aten.mm" in str(seen.memory.peak_op)
+    assert not any("could not be run on the GPU" in note for note in seen.notes)
+
+
+def test_a_probe_that_fails_leaves_the_forecast_to_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_formulas = run_forecaster(Model(), A100)(candidate()).memory
+    found = forecast_on_a_present_gpu(monkeypatch, Process(RuntimeError("no kernel image")))
+    assert found.memory == by_formulas
+    assert (
+        "operators could not be run on the GPU (RuntimeError: no kernel image): formulas stand for what they take "
+        "inside"
+    ) in found.notes
+
+
+def test_the_probing_process_has_left_the_gpu_when_it_is_looked_at_and_when_plans_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    session = FitSession(
+        attached(Model()),
+        Model(),
+        PlanRequest(),
+        BatchFunctions(split_batch=None, loss_weight="samples"),
+        worst_batch=None,
+        cache_dir=None,
+    )
+    prepared: Any = SimpleNamespace(
+        looked_at_again=lambda: done.append("looked at") or prepared, validation_batch=lambda: None
+    )
+    plan: Any = SimpleNamespace(device=A100)
+
+    def prove(planning: Any, levers: Any, validation: Any, *, leave_gpu: Any) -> Any:
+        leave_gpu()
+        done.append("ran")
+        return SimpleNamespace(prove=lambda plan, report: (plan, None))
+
+    monkeypatch.setattr(session._probers, "leave_gpu", lambda: done.append("left"))
+    monkeypatch.setattr(session._probers, "close", lambda: done.append("closed"))
+    monkeypatch.setattr(fit_session, "Proving", prove)
+    monkeypatch.setattr(session, "_rates_doubted", lambda plan, measurement: plan)
+    session._planning, session.plan = SimpleNamespace(prepared=prepared), plan  # type: ignore[assignment]
+    session.prove(lambda *_: None, lambda _: None)
+    assert done == ["left", "looked at", "left", "ran", "closed"]
+
+
+def test_the_probing_process_has_left_the_gpu_when_the_module_is_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = FitSession(
+        attached(Model()),
+        Model(),
+        PlanRequest(),
+        BatchFunctions(split_batch=None, loss_weight="samples"),
+        worst_batch=None,
+        cache_dir=None,
+    )
+    done: list[str] = []
+
+    def search(*_: Any, **__: Any) -> Any:
+        done.append("searched")
+        raise ConfigurationError("nothing to plan")
+
+    monkeypatch.setattr(session._probers, "start", lambda: None)
+    monkeypatch.setattr(session._probers, "leave_gpu", lambda: done.append("left"))
+    monkeypatch.setattr(fit_session.TrainLoader, "request", lambda trainer: None)
+    monkeypatch.setattr(fit_session, "prepare", search)
+    with pytest.raises(ConfigurationError, match="nothing to plan"):
+        session.make_plan(lambda _: None)
+    assert done == ["searched", "left"]
+
+
+def test_every_warm_up_begins_without_a_probing_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    planning: Any = SimpleNamespace(prepared=prepared(A100), announce=lambda _: None, contenders=())
+    proof = proving.Proving(planning, levers=None, validation=None, leave_gpu=lambda: done.append("left"))  # type: ignore[arg-type]
+    monkeypatch.setattr(Preparation, "loaders_in_sight", lambda _: done.append("begun") or pytest.fail("begun"))
+    with pytest.raises(BaseException, match="begun"):
+        proof._warm_up(SimpleNamespace(candidate=candidate()))  # type: ignore[arg-type]
+    assert done == ["left", "begun"]
 
 
 def test_a_host_is_forecast_as_before() -> None:

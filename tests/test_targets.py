@@ -53,6 +53,14 @@ def test_the_host_counts_what_is_allocated() -> None:
     assert (target.rules.device_type, target.kept_bytes) == ("cpu", 0)
 
 
+def test_the_environment_decides_on_cublas_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    # Two of 8,519,680 bytes, or of 16 x 8 KiB.
+    assert target_of(catalog_device("a100-40gb")).kept_bytes == 17_039_360
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert target_of(catalog_device("a100-40gb")).kept_bytes == 262_144
+
+
 def test_a_gpu_of_the_catalogue_has_rules_workspaces_and_an_allocator() -> None:
     target = target_of(catalog_device("a100-40gb"))
     assert isinstance(target, CudaTarget)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,8 @@ from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.plan import BatchSplit, Candidate
 from lightning_memfit.predict.allocator_settings import AllocatorSettings
 from lightning_memfit.predict.cuda_temporaries import CudaArchitecture, hidden_bytes, library_workspaces
-from lightning_memfit.targets import FormulaProber, target_of
+from lightning_memfit.probers import GpuProber, gpu_prober
+from lightning_memfit.targets import CudaTarget, FormulaProber, target_of
 from lightning_memfit.trace.cuda_attention import AttentionCall, chosen_backend
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.timeline import Signature, TensorShape
@@ -149,14 +151,8 @@ def programs(full: bool) -> dict[str, Callable[[torch.device], None]]:
 
 def probed_calls(case: Case, device: str, architecture: CudaArchitecture) -> Iterator[dict[str, Any]]:
     """Every distinct call of a case's traced step, run once in a process of its own, held to the formulas."""
-    workload = workload_of(case)
-    spec = detect_device(device)
-    program = program_of(workload.network, loss=workload.loss, optimizer=adamw)
-    forecaster = Forecaster(program, workload.batch, prober=FormulaProber(architecture), target=target_of(spec))
-    samples = len(next(iter(workload.batch.values())))
-    split = BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,))
-    signatures = forecaster.timeline(Candidate(precision=case.precision, split=split)).signatures
-    with OperatorProber(device=device) as prober:
+    signatures, spec = _signatures_of(case, device, architecture), detect_device(device)
+    with OperatorProber(device=device, uuid=spec.uuid) as prober:
         probes = prober.probe(signatures)
     for number, signature in enumerate(signatures):
         formula, result = hidden_bytes(signature, architecture), probes.results.get(number)
@@ -164,10 +160,85 @@ def probed_calls(case: Case, device: str, architecture: CudaArchitecture) -> Ite
         if not seen and (formula is None or not formula.high_bytes):
             continue
         row: dict[str, Any] = {"label": case.label, "op": signature.op, "call": repr(signature)[:400]}
-        row |= {"measured_hidden_bytes": seen, "failure": probes.failures.get(signature.op)}
+        row |= {"measured_hidden_bytes": seen, "failure": None if result else probes.failures.get(signature.op)}
         if formula is not None:
             row |= {"predicted_low_bytes": formula.low_bytes, "predicted_high_bytes": formula.high_bytes}
         yield row
+
+
+def compared_by_operator(calls: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row for each operator of :func:`probed_calls`: how its real calls compare with the formulas.
+
+    Forecasts without a GPU take a formula's lower end: ``missing_bytes`` is the most by which a real call was above it.
+    """
+    by_operator: dict[str, list[dict[str, Any]]] = {}
+    for call in calls:
+        by_operator.setdefault(call["op"], []).append(call)
+    for op, rows in sorted(by_operator.items()):
+        seen = [row for row in rows if row["measured_hidden_bytes"] is not None]
+        bounded = [row for row in seen if "predicted_low_bytes" in row]
+        above = [row["measured_hidden_bytes"] - row.get("predicted_low_bytes", 0) for row in seen]
+        yield {
+            "op": op,
+            "calls": len(rows),
+            "not_run": len(rows) - len(seen),
+            "failures": sorted({row["failure"] for row in rows if row.get("failure")}),
+            "without_formula": len(seen) - len(bounded),
+            "below": sum(row["measured_hidden_bytes"] < row["predicted_low_bytes"] for row in bounded),
+            "within": sum(_within(row) for row in bounded),
+            "above": sum(row["measured_hidden_bytes"] > row["predicted_high_bytes"] for row in bounded),
+            "missing_bytes": max(0, *above) if above else None,
+        }
+
+
+def _within(row: dict[str, Any]) -> bool:
+    return bool(row["predicted_low_bytes"] <= row["measured_hidden_bytes"] <= row["predicted_high_bytes"])
+
+
+def probing_process(case: Case, device: str, architecture: CudaArchitecture, free: Callable[[], int]) -> dict[str, Any]:
+    """What the process that runs operators on a GPU holds of it, what stays when it ended, and how long it takes.
+
+    Args:
+        case: whose operators are run.
+        device: the GPU.
+        architecture: the GPU.
+        free: bytes that the driver calls free on it.
+    """
+    spec, signatures = detect_device(device), _signatures_of(case, device, architecture)
+    target = target_of(spec)
+    before, begin = free(), time.monotonic()
+    if isinstance(target, CudaTarget):
+        prober = gpu_prober(spec, target, cache_dir=None)
+        assert isinstance(prober, GpuProber), "the GPU is here"
+    else:  # on a CPU the path is followed all the same, and the process holds nothing that is looked at
+        prober = GpuProber(OperatorProber(), FormulaProber(architecture))
+    found = prober.probe(signatures)
+    seconds, during = time.monotonic() - begin, free()
+    again = time.monotonic()
+    prober.end_process()
+    row = {
+        "label": case.label,
+        "calls": len(signatures),
+        "answered": len(found.results),
+        "remarks": found.remarks,
+        "seconds": seconds,
+        "seconds_to_end": time.monotonic() - again,
+        "measured_held_bytes": before - during,
+        "measured_kept_after_end_bytes": before - free(),
+    }
+    prober.close()
+    return row
+
+
+def _signatures_of(case: Case, device: str, architecture: CudaArchitecture) -> Sequence[Signature]:
+    """The distinct operator calls of a case's traced step."""
+    workload = workload_of(case)
+    spec = detect_device(device)
+    program = program_of(workload.network, loss=workload.loss, optimizer=adamw)
+    forecaster = Forecaster(program, workload.batch, prober=FormulaProber(architecture), target=target_of(spec))
+    samples = len(next(iter(workload.batch.values())))
+    split = BatchSplit(effective_batch_size=samples, loader_batch_size=samples, slice_sizes=(samples,))
+    return forecaster.timeline(Candidate(precision=case.precision, split=split)).signatures
 
 
 def kept_workspaces(gauge: Gauge, architecture: CudaArchitecture) -> dict[str, Any]:

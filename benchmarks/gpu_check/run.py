@@ -106,6 +106,8 @@ class Check:
             Section(name="attention", share=0.05, rows=lambda: self._attention(gauge) if on_gpu else []),
             Section(name="operators", share=0.1, rows=lambda: self._operators(gauge)),
             Section(name="probes", share=0.1, rows=lambda: self._probes(names)),
+            Section(name="probes_by_operator", share=0.01, rows=self._probes_by_operator),
+            Section(name="probing_process", share=0.05, rows=lambda: self._probing_process(gauge, names)),
             Section(name="cases", share=0.5, rows=lambda: self._cases(gauge, names)),
             Section(name="boundaries", share=0.2, rows=lambda: self._boundaries(gauge, names)),
             Section(name="budgets", share=0.2, rows=lambda: self._budgets(gauge, names)),
@@ -178,6 +180,21 @@ class Check:
             yield from operators.probed_calls(case, self._forecast_for, self._architecture)
             if self.device != "cuda":
                 return
+
+    def _probes_by_operator(self) -> Rows:
+        """What the section before found, operator by operator: probes against formulas."""
+        return operators.compared_by_operator(self.report["sections"].get("probes", {}).get("rows", []))
+
+    def _probing_process(self, gauge: Gauge, names: list[str]) -> Iterator[dict[str, Any]]:
+        gauge.clean()
+        for name in [name for name in ("resnet", "gpt") if name in names] or names[:1]:
+            case = Case(model=name, size=self.size, precision="32-true", checkpointing="none", stepping="foreach")
+            yield operators.probing_process(case, self._forecast_for, self._architecture, self._free_bytes)
+            if self.device != "cuda":
+                return
+
+    def _free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(0)[0]) if self.device == "cuda" else 0
 
     def _workspaces(self, gauge: Gauge) -> Rows:
         return [operators.kept_workspaces(gauge, self._architecture)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.published_models import (
+    cached_language,
     convnext,
     inception,
     language,
@@ -69,6 +70,15 @@ def _llama_family(parameters: int, **numbers: int) -> PublishedModel:
     return PublishedModel(make=partial(language.llama, **numbers), parameters=parameters, batch=_words, loss=own_loss)
 
 
+def _cached_gpt2(parameters: int, *, layers: int) -> PublishedModel:
+    return PublishedModel(
+        make=partial(cached_language.cached_gpt2, layers=layers),
+        parameters=parameters,
+        batch=cached_language.padded_words,
+        loss=cached_language.returned_loss,
+    )
+
+
 def _adapted(shape: low_rank.Shape, parameters: int) -> PublishedModel:
     return PublishedModel(
         make=partial(low_rank.AdaptedLanguageModel, shape),
@@ -103,9 +113,8 @@ MODELS: Mapping[str, PublishedModel] = {
     "vit_large_patch16_224": PublishedModel(make=partial(patches.vit, "large"), parameters=304_326_632),
     "mixer_b16_224": PublishedModel(make=patches.mixer_base, parameters=59_880_472),
     "gpt2": PublishedModel(make=language.gpt2, parameters=124_439_808, batch=_words, loss=own_loss),
-    "distilgpt2": PublishedModel(
-        make=language.distilgpt2, parameters=81_912_576, batch=_words, loss=language.returned_loss
-    ),
+    "gpt2@transformers-4.51": _cached_gpt2(124_439_808, layers=12),
+    "distilgpt2": _cached_gpt2(81_912_576, layers=6),
     "bert_base_masked_words": PublishedModel(
         make=language.bert_base_for_masked_words, parameters=109_514_298, batch=_words, loss=own_loss
     ),

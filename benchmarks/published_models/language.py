@@ -92,34 +92,6 @@ def own_loss_with_cached_casts(network: nn.Module, batch: Batch) -> Tensor:
         torch.set_autocast_cache_enabled(before)
 
 
-class _WithOwnLoss(nn.Module):
-    """A language model together with the loss of its next tokens, in fp32 and of contiguous copies of the logits.
-
-    Source: huggingface/transformers src/transformers/loss/loss_utils.py@v4.48.0, ``ForCausalLMLoss``.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits: Tensor = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
-        shifted = logits[..., :-1, :].contiguous()
-        targets = batch["labels"][..., 1:].contiguous()
-        return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.view(-1)), logits
-
-
-def distilgpt2() -> nn.Module:
-    """distilbert/distilgpt2, which returns its loss and its logits."""
-    return _WithOwnLoss(gpt2(layers=6))
-
-
-def returned_loss(network: nn.Module, batch: Batch) -> Tensor:
-    """The first of what the network makes of the batch."""
-    loss: Tensor = network(batch)[0]
-    return loss
-
-
 def _bert(*, width: int, layers: int, heads: int, attention: str) -> Any:
     config = _transformers().BertConfig(
         vocab_size=_BERT_VOCABULARY,

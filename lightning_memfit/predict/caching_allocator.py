@@ -4,6 +4,10 @@ The rules are those of one stream, with no private pools, memory pools or free-m
 
 Source: pytorch/pytorch c10/cuda/CUDACachingAllocator.cpp as of mara-werils/pytorch@20c4398 (the stored version nearest
 to the one whose headers torch 2.13 installs); functions below carry the names of its functions where they are the same.
+Of free blocks of one size the first is that of the oldest segment, and within it that of the lowest address
+(pytorch/pytorch#183591). Before 2026 it was that of the lowest address of all (pytorch/pytorch#109863 quotes the
+comparison); where ``cudaMalloc`` puts segments is not documented, and they are taken to lie in the order in which they
+were made.
 """
 
 from __future__ import annotations
@@ -157,14 +161,15 @@ def minimum_feasible_bytes(
 class _Block:
     """A range of a segment: in use, free, or (in an expandable segment) without memory."""
 
-    __slots__ = ("address", "gc_base", "in_use", "mapped", "next", "pool", "prev", "registration", "requested", "size")
+    __slots__ = ("address", "gc_base", "in_use", "mapped", "next", "pool", "prev", "requested", "segment", "size")
 
-    def __init__(self, pool: _Pool, size: int, address: int, registration: int) -> None:
+    def __init__(self, pool: _Pool, size: int, address: int, segment: int) -> None:
         self.pool = pool
         self.size = size
         self.address = address
         """Bytes from the beginning of its segment."""
-        self.registration = registration
+        self.segment = segment
+        """How many segments were made before its own."""
         self.prev: _Block | None = None
         self.next: _Block | None = None
         self.in_use = False
@@ -185,12 +190,12 @@ class _Block:
 
 
 class _Pool:
-    """The free blocks of one kind of requests, smallest first and then the oldest."""
+    """The free blocks of one kind of requests: the smallest first, then those of the oldest segment."""
 
     def __init__(self, *, is_small: bool, granule: int) -> None:
         self.is_small = is_small
         self.granule = granule
-        self.free: list[tuple[int, int, _Block]] = []
+        self.free: list[tuple[int, int, int, _Block]] = []
         self.unmapped: list[tuple[int, int, _Block]] = []
         """By address; all of one expandable segment, as its range never ends."""
         self.searches = 0
@@ -198,15 +203,15 @@ class _Pool:
     def insert(self, block: _Block) -> None:
         if block.mapped:
             block.gc_base = self.searches
-            insort(self.free, (block.size, block.registration, block))
+            insort(self.free, (block.size, block.segment, block.address, block))
         else:
-            insort(self.unmapped, (block.address, block.registration, block))
+            insort(self.unmapped, (block.address, block.segment, block))
 
     def remove(self, block: _Block) -> None:
         if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.registration))]
+            del self.free[bisect_left(self.free, (block.size, block.segment, block.address))]
         else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address, block.registration))]
+            del self.unmapped[bisect_left(self.unmapped, (block.address, block.segment))]
 
 
 class _Allocator:
@@ -219,7 +224,7 @@ class _Allocator:
         self.divisions = settings.divisions_by_interval()
         self.small = _Pool(is_small=True, granule=SMALL_SEGMENT_BYTES)
         self.large = _Pool(is_small=False, granule=settings.large_segment_bytes)
-        self.registrations: Iterator[int] = count()
+        self.segments: Iterator[int] = count()
         self.allocated = self.requested = self.reserved = self.peak_reserved = 0
         self.num_retries = self.num_device_allocs = 0
 
@@ -273,15 +278,15 @@ class _Allocator:
 
     def split(self, block: _Block, size: int) -> _Block:
         """The new front of a block; its rest stays the older block, and becomes free."""
-        front = self.new_block(block.pool, size, block.address)
+        front = _Block(block.pool, size, block.address, block.segment)
         front.splice(block.prev, block)
         block.address += size
         block.size -= size
         block.pool.insert(block)
         return front
 
-    def new_block(self, pool: _Pool, size: int, address: int) -> _Block:
-        return _Block(pool, size, address, next(self.registrations))
+    def new_segment(self, pool: _Pool, size: int) -> _Block:
+        return _Block(pool, size, 0, next(self.segments))
 
     def merge(self, block: _Block, other: _Block | None) -> None:
         """A neighbour that is free (or unmapped) like the block becomes part of it."""
@@ -301,12 +306,12 @@ class _Allocator:
         index = bisect_left(free, (size,))
         if index == len(free):
             return None
-        block = free[index][2]
+        block = free[index][-1]
         if self.settings.expandable_segments:
             # A block before unmapped addresses counts as large as it can grow, so that the end is used last.
-            while index + 1 < len(free) and _expandable_size(free[index + 1][2]) < _expandable_size(block):
+            while index + 1 < len(free) and _expandable_size(free[index + 1][-1]) < _expandable_size(block):
                 index += 1
-                block = free[index][2]
+                block = free[index][-1]
         if size < self.max_split <= block.size:
             return None
         if size >= self.max_split and block.size >= size + self.settings.non_split_rounding_bytes:
@@ -323,7 +328,7 @@ class _Allocator:
         if self.reserved + segment > self.limit:
             return None
         self.reserve(segment)
-        return self.new_block(pool, segment, 0)
+        return self.new_segment(pool, segment)
 
     def reserve(self, size: int) -> None:
         self.reserved += size
@@ -356,7 +361,7 @@ class _Allocator:
                 block = block.next
             if room >= size:
                 return start
-        segment = self.new_block(pool, _EXPANDABLE_RANGE_BYTES // pool.granule * pool.granule, 0)
+        segment = self.new_segment(pool, _EXPANDABLE_RANGE_BYTES // pool.granule * pool.granule)
         segment.mapped = False
         pool.insert(segment)
         return segment
@@ -369,7 +374,7 @@ class _Allocator:
         pool.remove(block)
         block.mapped = True
         if mapped < block.size:
-            remaining = self.new_block(pool, block.size - mapped, block.address + mapped)
+            remaining = _Block(pool, block.size - mapped, block.address + mapped, block.segment)
             remaining.mapped = False
             remaining.splice(block, block.next)
             pool.insert(remaining)
@@ -389,11 +394,11 @@ class _Allocator:
             return
         pool.remove(block)
         if begin > block.address:
-            before = self.new_block(pool, begin - block.address, block.address)
+            before = _Block(pool, begin - block.address, block.address, block.segment)
             before.splice(block.prev, block)
             pool.insert(before)
         if block.address + block.size > end:
-            after = self.new_block(pool, block.address + block.size - end, end)
+            after = _Block(pool, block.address + block.size - end, end, block.segment)
             after.splice(block, block.next)
             pool.insert(after)
         block.address, block.size, block.mapped = begin, end - begin, False
@@ -408,7 +413,7 @@ class _Allocator:
         target = self.reserved - int(self.settings.garbage_collection_threshold * self.allowed)
         if target <= 0 or self.settings.expandable_segments:
             return
-        ages = {block: self.large.searches - block.gc_base for _, _, block in self.large.free if not block.is_split}
+        ages = {block: self.large.searches - block.gc_base for *_, block in self.large.free if not block.is_split}
         reclaimed = 0
         while reclaimed < target and ages:
             mean_age = sum(ages.values()) / len(ages)
@@ -424,12 +429,12 @@ class _Allocator:
         size = max(size, self.max_split)
         index = bisect_left(pool.free, (size,))
         if index < len(pool.free):
-            self.release_block(pool.free[index][2])
+            self.release_block(pool.free[index][-1])
             return True
         released = 0
         while released < size and pool.free and pool.free[-1][0] >= self.max_split:
             released += pool.free[-1][0]
-            self.release_block(pool.free[-1][2])
+            self.release_block(pool.free[-1][-1])
         return released >= size
 
     def release_block(self, block: _Block) -> None:
@@ -438,7 +443,7 @@ class _Allocator:
 
     def release_cached_blocks(self) -> None:
         for pool in (self.large, self.small):
-            for _, _, block in list(pool.free):
+            for *_, block in list(pool.free):
                 if self.settings.expandable_segments:
                     self.unmap_block(block)
                     if not block.is_split:  # the whole range is empty: torch drops the segment

@@ -84,7 +84,8 @@ def _rounded_operation(operation: Operation, size_of: Rounded) -> Operation:
 
 def _rounded_probe(probe: ProbeResult, size_of: Rounded) -> ProbeResult:
     hidden = None if probe.hidden_bytes is None else size_of(probe.hidden_bytes)
-    return replace(probe, peak_bytes=size_of(probe.peak_bytes), hidden_bytes=hidden)
+    outputs = {position: size_of(size) for position, size in probe.output_bytes.items()}
+    return replace(probe, peak_bytes=size_of(probe.peak_bytes), output_bytes=outputs, hidden_bytes=hidden)
 
 
 def requests_of(
@@ -97,11 +98,11 @@ def requests_of(
     """What a run asks of the allocator, from the move of the module to the device to the end of the third step.
 
     1. Parameters and buffers are moved one after the other.
-    2. Each step moves its batch, and lets go of the last one.
+    2. Each step lets go of the last batch and moves its own, as a loop does that gives both the same name: Lightning's
+       (``loops/training_epoch_loop.py``, ``advance``) and ``for inputs, labels in loader``.
     3. The first step meets no gradients, and makes the optimizer's states in front of its optimizer step, and so the
-       gradients that steps never let go of. The others
-       repeat the timeline: the old gradients, and whatever else a step lets go of that was there before it, are what
-       the step before left.
+       gradients that steps never let go of. The others repeat the timeline: the old gradients, and whatever else a
+       step lets go of that was there before it, are what the step before left.
 
     Args:
         timeline: one optimizer step in the steady state.
@@ -174,10 +175,10 @@ class _Run:
         self._end()
 
     def _move_batch(self) -> None:
-        before = [self._blocks.pop(each.storage, None) for each in self._inputs]
+        for each in self._inputs:
+            self.let_go(each.storage)
         for each in self._inputs:
             self.take(each.storage, each.allocated_bytes)
-        self.requests += [Release(block) for block in before if block is not None]
 
     def _make_what_stays(self) -> None:
         for each in self._made_once:
@@ -194,7 +195,8 @@ class _Run:
                 self._blocks[operation.outputs[0].storage] = block
         else:
             for output in operation.outputs:
-                self.take(output.storage, output.allocated_bytes)
+                real = None if probe is None else probe.output_bytes.get(output.position)
+                self.take(output.storage, output.allocated_bytes if real is None else real)
         hidden = 0 if probe is None else probe.temporary_bytes
         if hidden:
             self.requests.append(Release(self._new_block(hidden)))

@@ -2,7 +2,7 @@
 
 Low by 1-7 % for convolutions and 21-40 % for LSTMs without probing (measured on torch 2.13, CPU). The calls run in a
 process of their own (``op_probe_worker.py``), at full shapes because tiny ones do not extrapolate, with as many threads
-as here because some operators keep a buffer per thread.
+as here because some operators keep a buffer per thread, and on a GPU with the same choice of kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,14 @@ from lightning_memfit.trace import op_probe_worker
 from lightning_memfit.trace.timeline import ProbeResult, Signature, TensorShape
 
 _WORKER = Path(op_probe_worker.__file__)
+_CHOICES = (
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision",
+)
+"""What decides under ``torch.backends`` which kernels a GPU runs, and so what they take inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +47,13 @@ class Probes:
     """By index into :attr:`Timeline.signatures`."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Operator name to the reason why it has no result."""
+    remarks: tuple[str, ...] = ()
+    """What else is to be known of the results, in words."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The failures in words."""
-        return tuple(
+        """Remarks, and the failures in words."""
+        return self.remarks + tuple(
             f"{op} could not be probed ({reason}); temporaries inside it are not in the forecast"
             for op, reason in self.failures.items()
         )
@@ -53,12 +66,23 @@ class OperatorProber:
         cache_dir: directory of the results' file; ``None`` keeps them in this process only.
         largest_bytes: arguments above this size are not allocated for a probe.
         device: where operators are run: ``"cpu"``, or a GPU of this machine such as ``"cuda:0"``.
+        uuid: the driver's identifier of that GPU, by which the process finds it; ``None`` where it is not known.
+        seconds: the most that is waited for answers, all calls together; ``None`` for no limit.
     """
 
-    def __init__(self, *, cache_dir: Path | None = None, largest_bytes: int = 2**34, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        *,
+        cache_dir: Path | None = None,
+        largest_bytes: int = 2**34,
+        device: str = "cpu",
+        uuid: str | None = None,
+        seconds: float | None = None,
+    ) -> None:
         self._cache_file = None if cache_dir is None else cache_dir / f"operators-{_environment_key(device)}.json"
         self._largest_bytes = largest_bytes
-        self._device = device
+        self._device, self._uuid = device, uuid
+        self._seconds, self._waited = seconds, 0.0
         self._known: dict[str, Any] = _read_cache(self._cache_file)
         self._fresh: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,6 +106,8 @@ class OperatorProber:
                 "threads": torch.get_num_threads(),
                 "largest_bytes": self._largest_bytes,
                 "device": self._device,
+                "uuid": self._uuid,
+                "backends": {} if self._device == "cpu" else _choices(),
             }
             op_probe_worker.write_message(self._process.stdin, settings)
 
@@ -102,9 +128,16 @@ class OperatorProber:
                 )
         return Probes(results=results, failures=failures)
 
+    def end_process(self) -> None:
+        """End the child process, so that it holds nothing of the device; what is asked next starts another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
     def close(self) -> None:
         """Write new results to the cache file and end the child process."""
-        self._stop()
+        self.end_process()
         if self._cache_file is not None and self._fresh:
             with contextlib.suppress(OSError):  # a folder that cannot be written costs a second of probing
                 _write_cache(self._cache_file, self._fresh)
@@ -151,38 +184,60 @@ class OperatorProber:
 
     def _ask(self, requests: list[Any]) -> dict[int, Any]:
         """Send all requests; if the child dies, find out by halves which call killed it."""
+        if self._is_out_of_time:
+            return self._untold(requests, "")
         self.start()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            answer = None
-            if self._ready(process):
+        answer, obstacle = None, None
+        with contextlib.suppress(BrokenPipeError), self._waiting_for(process):
+            obstacle = self._obstacle(process)
+            if obstacle is None:
                 op_probe_worker.write_message(process.stdin, requests)
                 answer = op_probe_worker.read_message(process.stdout)
-        except BrokenPipeError:
-            answer = None
         if answer is not None:
             return {number: _as_json(found) for number, found in answer.items()}
-        code = process.wait()
-        self._stop()
-        if len(requests) == 1:
-            return {requests[0][0]: f"the probing process ended with code {code}"}
+        died = f"the probing process ended with code {process.wait()}" if obstacle is None else None
+        self.end_process()
+        if obstacle is not None or len(requests) == 1 or self._is_out_of_time:
+            return self._untold(requests, obstacle or died or "")
         middle = len(requests) // 2
         return {**self._ask(requests[:middle]), **self._ask(requests[middle:])}
 
-    def _ready(self, process: subprocess.Popen[bytes]) -> bool:
+    @property
+    def _is_out_of_time(self) -> bool:
+        return self._seconds is not None and self._waited >= self._seconds
+
+    def _untold(self, requests: list[Any], reason: str) -> dict[int, Any]:
+        if self._is_out_of_time:
+            reason = f"not run within {self._seconds:.0f} seconds"
+        return {number: reason for number, *_ in requests}
+
+    def _obstacle(self, process: subprocess.Popen[bytes]) -> str | None:
+        """Why a process takes no requests; ``None`` once it does."""
         assert process.stdout is not None
         if getattr(process, "memfit_ready", False):
-            return True
-        ready: bool = op_probe_worker.read_message(process.stdout) == "ready"
-        process.memfit_ready = ready  # type: ignore[attr-defined]
-        return ready
+            return None
+        said = op_probe_worker.read_message(process.stdout)
+        if said == "ready":
+            process.memfit_ready = True  # type: ignore[attr-defined]
+            return None
+        return str(said) if said is not None else f"the probing process ended with code {process.wait()}"
 
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+    @contextlib.contextmanager
+    def _waiting_for(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Count the seconds within, and kill the process when they are more than are left."""
+        begin = time.monotonic()
+        timer = None if self._seconds is None else threading.Timer(self._seconds - self._waited, process.kill)
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._waited += time.monotonic() - begin
 
 
 def _python_path() -> str:
@@ -230,6 +285,10 @@ def _bare(value: Any) -> Any:
     return value
 
 
+def _choices() -> dict[str, Any]:
+    return {name: attrgetter(name)(torch.backends) for name in _CHOICES}
+
+
 def _environment_key(device: str = "cpu") -> str:
     parts: tuple[str, ...] = (
         torch.__version__,
@@ -240,7 +299,7 @@ def _environment_key(device: str = "cpu") -> str:
     )
     if device != "cpu":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        parts += (torch.cuda.get_device_name(device), str(torch.version.cuda), str(cudnn))
+        parts += (torch.cuda.get_device_name(device), str(torch.version.cuda), str(cudnn), str(_choices()))
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
 

@@ -4,7 +4,8 @@ Started as a script by ``op_probe.py``, so that an operator that crashes on stan
 Each message on standard input is a pickled list of ``(number, op, args, kwargs)``; each answer on standard output is a
 pickled dict of number to :class:`Answer` as a tuple, or to a text that says why it failed.
 
-On a GPU the caching allocator tells each call's peak instead of the profiler. That has not been run on one yet.
+On a GPU the caching allocator tells each call's peak instead of the profiler, and no more than a share of what is free
+there is taken. That has not been run on one yet.
 
 Adapter for private names of torch: the profiler's ``_prepare_profiler``, ``_enable_profiler``, ``_disable_profiler``.
 """
@@ -12,6 +13,7 @@ Adapter for private names of torch: the profiler's ``_prepare_profiler``, ``_ena
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import pickle
@@ -31,6 +33,9 @@ _MARK = "memfit_probe_"
 # Namespaces of operators that a library registers when it is imported: namespace to library. Nothing else is imported
 # on the word of a request.
 _REGISTERED_BY = {"bitsandbytes": "bitsandbytes"}
+
+SHARE_OF_FREE = 0.9
+"""Of what is free on a GPU: the most that this process takes for tensors. A call that needs more is not run."""
 
 Shape = tuple[str, tuple[int, ...], tuple[int, ...]]
 """dtype, size and stride of a tensor."""
@@ -104,6 +109,7 @@ class Prober:
         with torch.enable_grad():
             found = {number: self._probe(number, op, args, kwargs) for number, op, args, kwargs in requests}
         self._kept.clear()
+        torch.cuda.empty_cache()  # while it waits this process holds its context alone
         peaks, self._gpu_peaks = self._gpu_peaks, {}
         return self._answers(found, peaks)
 
@@ -134,7 +140,7 @@ class Prober:
                     self._kept[number, index] = tensor
             return allocated
         except Exception as error:  # any operator may refuse stand-ins: the parent reports it by name
-            return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
+            return _words(error)
 
     def _called(self, number: int, function: Any, args: Any, kwargs: Any) -> Any:
         if self._device == "cpu":
@@ -174,6 +180,38 @@ class Prober:
         if extent * dtype.itemsize > self._largest_bytes:
             raise MemoryError(f"an argument of {extent * dtype.itemsize} bytes is more than a probe may allocate")
         return torch.zeros(extent, dtype=dtype, device=self._device).as_strided(size, stride)
+
+
+def set_up_gpu(device: str, uuid: str | None, backends: dict[str, Any]) -> str:
+    """Use one GPU, with the parent's choice of kernels, and leave some of what is free on it to others.
+
+    Args:
+        device: the parent's name of the GPU; its index may be another one here.
+        uuid: the driver's identifier of the GPU; ``None`` where it is not known, so that the name counts.
+        backends: names below ``torch.backends`` to their values.
+
+    Returns:
+        The GPU's name in this process.
+
+    Raises:
+        RuntimeError: if there is no such GPU.
+    """
+    if uuid is not None:
+        seen = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(torch.cuda.device_count())]
+        if uuid not in seen:
+            raise RuntimeError(f"the GPU {uuid} is not among those that this process sees: {', '.join(seen) or 'none'}")
+        device = f"cuda:{seen.index(uuid)}"
+    torch.cuda.set_device(device)  # whose allocator is asked for peaks
+    for name, value in backends.items():
+        *path, last = name.split(".")
+        setattr(functools.reduce(getattr, path, torch.backends), last, value)
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(SHARE_OF_FREE * free / total)
+    return device
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
 
 
 def _is_whole(shape: Shape, maker: torch.Tensor) -> bool:
@@ -251,7 +289,11 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     device = settings.get("device", "cpu")
     if device != "cpu":
-        torch.cuda.set_device(device)  # whose allocator is asked for peaks
+        try:
+            device = set_up_gpu(device, settings.get("uuid"), settings.get("backends", {}))
+        except Exception as error:  # the GPU may be gone, full, or another process's alone
+            write_message(answers_to, _words(error))
+            return
     prober = Prober(settings["largest_bytes"], device)
     write_message(answers_to, "ready")
     while (requests := read_message(sys.stdin.buffer)) is not None:

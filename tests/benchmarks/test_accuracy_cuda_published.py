@@ -14,6 +14,7 @@ from benchmarks.machine import this_machine
 from benchmarks.published_case import OPTIMIZERS, PublishedPrediction, predict, workload_of
 from benchmarks.published_judgement import GROUPS, fitting_rows, is_judged, judge, missed_targets, summarise
 from benchmarks.published_models import MODELS
+from benchmarks.published_models.cached_language import cached_gpt2, padded_words
 from benchmarks.published_rows import LISTED, PEAKS, PublishedRow, Setting, published_rows, settings_of
 from lightning_memfit.units import GIB, MIB
 
@@ -134,6 +135,29 @@ def test_gradients_that_are_zeroed_in_place_live_through_the_whole_step() -> Non
     ]
     # Early in the backward those of the last layer, 8 x 2 + 2, are there either way.
     assert peaks[1] - peaks[0] == 4 * (154 - 18)
+
+
+def test_the_workspace_of_the_measured_environment_is_predicted() -> None:
+    with_default, without = (
+        predict(replace(SETTING, cublas_workspace=config)).peak_allocated_bytes for config in ("", ":0:0")
+    )
+    # One for the forward and one for the backward, 8,519,680 bytes each on an A100.
+    assert with_default - without == 17_039_360
+
+
+def test_keys_and_values_keep_the_projection_that_they_are_views_of() -> None:
+    with torch.device("meta"):
+        _, logits, ((key, value),) = cached_gpt2(layers=1)(padded_words(2, 8))
+    assert logits.shape == (2, 8, 50257)
+    # 2 texts of 8 tokens, three vectors of 768 numbers each, 4 bytes.
+    assert key.untyped_storage().nbytes() == value.untyped_storage().nbytes() == 2 * 8 * 3 * 768 * 4
+    assert key.untyped_storage()._cdata == value.untyped_storage()._cdata
+
+
+def test_texts_shorter_than_the_longest_are_padded() -> None:
+    batch = padded_words(2, 4)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[0, 0, 0, 0], [0, 0, -100, -100]]
 
 
 def test_the_constant_is_the_median_of_the_even_rows_and_errors_are_of_the_bytes_above_it() -> None:

@@ -20,9 +20,13 @@ from benchmarks.allocator.budget_allocator import why_unavailable
 from benchmarks.gpu_check import run as check_run
 from benchmarks.gpu_check import traces
 from benchmarks.gpu_check.boundaries import largest_that_fits
-from benchmarks.gpu_check.cases import all_cases
+from benchmarks.gpu_check.cases import Case, all_cases
+from benchmarks.gpu_check.operators import compared_by_operator, probing_process
 from benchmarks.gpu_check.run import Check, Section
 from benchmarks.gpu_check.workloads import MODELS, models_of
+from lightning_memfit.predict.cuda_temporaries import CudaArchitecture
+from lightning_memfit.trace.op_probe import OperatorProber, Probes
+from lightning_memfit.trace.timeline import ProbeResult
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +111,38 @@ def test_a_section_stops_after_its_share_of_the_time(tmp_path: Path, monkeypatch
     endless = Section(name="endless", share=0.5, rows=lambda: iter(lambda: {}, None))  # type: ignore[arg-type]
     report = check_of(monkeypatch, tmp_path / "check.json", endless, seconds=0.02)
     assert report["sections"]["endless"]["status"] == "out of time"
+
+
+def test_probes_are_held_to_formulas_operator_by_operator() -> None:
+    def call(op: str, seen: int | None, low: int | None = None, high: int | None = None, **more: Any) -> dict[str, Any]:
+        bounds = {} if low is None else {"predicted_low_bytes": low, "predicted_high_bytes": high}
+        return {"op": op, "measured_hidden_bytes": seen, "failure": None, **bounds, **more}
+
+    calls = [
+        call("convolution", 900, 0, 500),  # above, 900 beyond the lower end
+        call("convolution", 300, 0, 500),
+        call("convolution", None, 0, 500, failure="out of memory"),
+        call("sum", 100, 200, 200),  # below
+        call("gelu", 64),
+    ]
+    convolution, gelu, total = compared_by_operator(calls)
+    assert (convolution["op"], convolution["calls"], convolution["not_run"]) == ("convolution", 3, 1)
+    assert convolution["failures"] == ["out of memory"]
+    assert [convolution[word] for word in ("below", "within", "above", "missing_bytes")] == [0, 1, 1, 900]
+    assert (gelu["without_formula"], gelu["missing_bytes"]) == (1, 64)
+    assert [total[word] for word in ("below", "within", "above", "missing_bytes")] == [1, 0, 0, 0]
+
+
+def test_the_probing_process_is_looked_at_while_it_lives_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(model="mlp", size="small", precision="32-true", checkpointing="none", stepping="foreach")
+    free = iter((10_000, 4_000, 9_900))
+    found = Probes(results={0: ProbeResult(peak_bytes=0, output_bytes={})}, failures={"aten.mm.default": "no"})
+    monkeypatch.setattr(OperatorProber, "probe", lambda prober, signatures: found)
+    architecture = CudaArchitecture(compute_capability=(8, 0), multiprocessors=None)
+    row = probing_process(case, "cpu", architecture, lambda: next(free))
+    assert (row["measured_held_bytes"], row["measured_kept_after_end_bytes"]) == (6_000, 100)
+    assert row["calls"] > row["answered"] >= 1
+    assert "aten.mm.default (no)" in row["remarks"][0]
 
 
 def test_twelve_models_are_checked_and_each_once_before_any_twice() -> None:

@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemFit, detect_device
 from lightning_memfit.hardware.gpu_probe import probe_present
 from lightning_memfit.observe.cuda_memory import CudaMeter, memory_limited
+from lightning_memfit.probers import GpuProber, gpu_prober
+from lightning_memfit.targets import CudaTarget, target_of
+from lightning_memfit.trace.timeline import Signature, TensorShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU that this process can use")
 
@@ -81,3 +84,21 @@ def test_a_fit_is_proven_under_its_budget(tmp_path: Path) -> None:
     assert memfit.measured is not None and memfit.measured.measured_peak_reserved_bytes is not None
     assert memfit.measured.measured_peak_reserved_bytes <= 900 * MIB
     assert torch.cuda.get_per_process_memory_fraction(GPU) == 1.0
+
+
+def test_operators_are_run_in_a_process_that_leaves_nothing_behind() -> None:
+    device = detect_device("cuda:0")
+    target = target_of(device)
+    assert isinstance(target, CudaTarget)
+    image = TensorShape("float32", (8, 64, 56, 56), (200704, 3136, 56, 1), None)
+    call = Signature("aten.gelu.default", (image,), {"approximate": "none"})
+    free = torch.cuda.mem_get_info(GPU)[0]
+    prober = gpu_prober(device, target, cache_dir=None)
+    assert isinstance(prober, GpuProber)
+    found = prober.probe([call])
+    assert found.notes == ()
+    # The output, 8 x 64 x 56 x 56 numbers of 4 bytes, and nothing beside it.
+    assert found.results[0].output_bytes == {0: 6_422_528}
+    assert found.results[0].temporary_bytes == 0
+    prober.close()
+    assert torch.cuda.mem_get_info(GPU)[0] >= free - 64 * MIB

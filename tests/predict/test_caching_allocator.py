@@ -88,6 +88,12 @@ def test_of_equal_blocks_the_one_made_first_is_taken() -> None:
     assert replay(steps(42, 20, "-0", "-1", 22, 20, "-2", 42)).peak_reserved_bytes == (62 + 42) * MIB
 
 
+def test_of_equal_blocks_in_one_segment_the_one_of_the_lowest_address_is_taken() -> None:
+    # Of a segment of 20 three are in use and the last 5 are free. The first 5 are released and taken again before the
+    # last, so that the third, once released, is one block of 10 with them.
+    assert mib(replay(steps(5, 5, 5, "-0", 5, "-2", 10))) == (20, 20)
+
+
 def test_released_neighbours_become_one_block() -> None:
     assert mib(replay(steps(5, 5, 5, "-0", "-2", "-1", 20))) == (20, 20)
     # The one in the middle keeps 5 and 10 apart.

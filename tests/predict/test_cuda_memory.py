@@ -57,20 +57,20 @@ def _sizes(requests: list[Allocate | Release]) -> list[int]:
 def test_three_steps_are_asked_for_in_their_order() -> None:
     # Batch, activation, gradient, end of the activation, states; there are no old gradients yet.
     first_step = [100, 1000, 4 * MIB, -1000, 8 * MIB]
-    later_step = [100, -100, 1000, -4 * MIB, 4 * MIB, -1000]
+    later_step = [-100, 100, 1000, -4 * MIB, 4 * MIB, -1000]
     assert _sizes(requests_of(_timeline())) == [4 * MIB, *first_step, *later_step, *later_step]
 
 
 def test_states_are_made_in_front_of_the_first_optimizer_step() -> None:
     events = (*_timeline().events, Operation("addcdiv", "", "optimizer_step", None, (Output(6, 0, 512),)))
     sizes = _sizes(requests_of(_timeline(events=(*events, Free(6, "optimizer_step")))))
-    assert sizes[:9] == [4 * MIB, 100, 1000, 4 * MIB, -1000, 8 * MIB, 512, -512, 100]
+    assert sizes[:9] == [4 * MIB, 100, 1000, 4 * MIB, -1000, 8 * MIB, 512, -512, -100]
     assert sizes.count(8 * MIB) == 1
 
 
 def test_gradients_that_are_zeroed_early_go_in_front_of_the_forward() -> None:
-    # The batch first: it is moved before the step begins.
-    assert _sizes(requests_of(_timeline(), zero_gradients_early=True))[6:10] == [100, -100, -4 * MIB, 1000]
+    # The batch first: it is moved before the step begins, when the last one is gone.
+    assert _sizes(requests_of(_timeline(), zero_gradients_early=True))[6:10] == [-100, 100, -4 * MIB, 1000]
 
 
 def test_what_a_step_replaces_is_handed_to_the_next_one() -> None:
@@ -90,7 +90,7 @@ def test_what_a_step_replaces_is_handed_to_the_next_one() -> None:
     sizes = _sizes(requests_of(timeline))
     # Parameter, buffer, batch, both results; none was there to be let go of. 10 goes with the step, 8 in the next.
     first_step = [4 * MIB, 2048, 100, 2048, 4096, 1000, 4 * MIB, -1000, 8 * MIB, -4096]
-    assert sizes[: len(first_step) + 5] == [*first_step, 100, -100, 2048, 4096, -2048]
+    assert sizes[: len(first_step) + 5] == [*first_step, -100, 100, 2048, 4096, -2048]
 
 
 def test_gradients_that_no_step_lets_go_of_are_made_once() -> None:
@@ -99,13 +99,24 @@ def test_gradients_that_no_step_lets_go_of_are_made_once() -> None:
     kept = (*(event for event in whole.events if event != Free(1, "zero_grad")), Free(5, "backward"))
     # Batch, activation, new gradient, end of both, then the lasting gradient and the states.
     first_step = [100, 1000, 4 * MIB, -1000, -4 * MIB, 4 * MIB, 8 * MIB]
-    later_step = [100, -100, 1000, 4 * MIB, -1000, -4 * MIB]
+    later_step = [-100, 100, 1000, 4 * MIB, -1000, -4 * MIB]
     assert _sizes(requests_of(_timeline(events=kept))) == [4 * MIB, *first_step, *later_step, *later_step]
 
 
 def test_temporaries_inside_an_operator_come_after_its_outputs_and_go_at_once() -> None:
     probes = {0: ProbeResult(peak_bytes=0, output_bytes={}, hidden_bytes=3000)}
     assert _sizes(requests_of(_timeline(), probes))[2:5] == [1000, 3000, -3000]
+
+
+def test_an_output_is_as_large_as_a_real_call_made_it() -> None:
+    # 2,048 bytes in place of 1,000, and 5,000 at the most within the call: 2,952 beside it.
+    real = Operation("mm", "", "forward", 0, (Output(4, 0, 1000),), flops=1)
+    timeline = _timeline(events=(real, *_timeline().events[1:]))
+    probes = {0: ProbeResult(peak_bytes=5000, output_bytes={0: 2048})}
+    assert _sizes(requests_of(timeline, probes))[2:5] == [2048, 2952, -2952]
+    # In blocks of 512 bytes: 4,096 that were 1,024, and 5,120 at the most within.
+    blind, seen = (predict_cuda_memory(timeline, each).by_phase["forward"] for each in (None, probes))
+    assert seen - blind == 5120 - 1024
 
 
 def test_workspaces_are_taken_once_by_the_first_product_of_their_phase() -> None:

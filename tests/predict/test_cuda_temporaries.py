@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -341,6 +342,21 @@ def test_each_thread_that_multiplies_keeps_a_cublas_workspace(
         ("cuBLAS, forward thread", low, high, "forward"),
         ("cuBLAS, autograd thread", low, high, "backward"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (":0:0", 0),
+        (":16:8", 131_072),  # 16 x 8 KiB
+        (":4096:2:16:8", 8_519_680),
+        (":4096:8", 33_554_432),
+        ("4096", 8_519_680),  # no pair: the default of the GPU
+    ],
+)
+def test_the_environment_says_how_large_a_cublas_workspace_is(config: str, kept: int) -> None:
+    architecture = replace(A100, cublas_workspace_config=config)
+    assert [(one.low_bytes, one.high_bytes) for one in library_workspaces(STEP, architecture)] == [(kept, kept)] * 2
 
 
 def test_cublaslt_may_keep_a_mebibyte_of_its_own_before_2_13() -> None:

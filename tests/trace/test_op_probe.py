@@ -147,6 +147,71 @@ def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
     assert not probes.results
 
 
+_REFUSING_WORKER = """
+import os, pathlib, pickle, struct, sys
+pathlib.Path(__file__).with_suffix(".starts").open("a").write("s")
+data = pickle.dumps("RuntimeError: the GPU is another process's")
+sys.stdout.buffer.write(struct.pack("<Q", len(data)) + data)
+sys.stdout.buffer.flush()
+sys.stdin.buffer.read()
+"""
+
+
+def test_a_process_that_says_why_it_takes_no_requests_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(op_probe, "_WORKER", tmp_path / "worker.py")
+    op_probe._WORKER.write_text(_REFUSING_WORKER)
+    with OperatorProber() as prober:
+        probes = prober.probe([COS, SIN])
+    reason = "RuntimeError: the GPU is another process's"
+    assert probes.failures == {COS.op: reason, SIN.op: reason}
+    assert (tmp_path / "worker.starts").read_text() == "s"
+
+
+def test_answers_are_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(op_probe, "_WORKER", tmp_path / "worker.py")
+    op_probe._WORKER.write_text(_CRASHING_WORKER.replace("os._exit(9)", "__import__('time').sleep(60)"))
+    with OperatorProber(seconds=1.0) as prober:
+        assert set(prober.probe([SIN]).results) == {0}
+        assert prober.probe([SIN, COS]).failures == {COS.op: "not run within 1 seconds"}
+        assert prober._process is None
+        monkeypatch.setattr(prober, "start", lambda: pytest.fail("started again"))
+        other = Signature("aten.sin.default", (shape(7),), {})
+        assert prober.probe([other]).failures == {SIN.op: "not run within 1 seconds"}
+
+
+def test_a_process_that_was_ended_is_started_again_when_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(op_probe, "_WORKER", tmp_path / "worker.py")
+    op_probe._WORKER.write_text(_CRASHING_WORKER)
+    with OperatorProber() as prober:
+        assert prober.probe([SIN]).results
+        first = prober._process
+        prober.end_process()
+        assert first is not None and first.poll() is not None
+        assert prober.probe([SIN]).results and prober._process is None  # known
+        assert prober.probe([Signature("aten.sin.default", (shape(9),), {})]).results
+        assert prober._process is not None
+
+
+def test_the_process_learns_which_gpu_and_which_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[Any] = []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(op_probe, "_WORKER", tmp_path / "worker.py")
+    op_probe._WORKER.write_text(_CRASHING_WORKER)
+    monkeypatch.setattr(op_probe.op_probe_worker, "write_message", lambda stream, message: written.append(message))
+    with OperatorProber(device="cuda:3", uuid="1234-56") as prober:
+        prober.start()
+    assert (written[0]["device"], written[0]["uuid"]) == ("cuda:3", "1234-56")
+    assert written[0]["backends"]["cudnn.benchmark"] is True
+    assert set(written[0]["backends"]) == set(op_probe._CHOICES)
+    with OperatorProber() as prober:
+        prober.start()
+    assert (written[1]["device"], written[1]["backends"]) == ("cpu", {})
+
+
 def test_what_makes_an_argument_is_part_of_the_key() -> None:
     """Reported in hpcaitech/ColossalAI#753, Hsword/Hetu#70, MIC-DKFZ/nnUNet#1152, MakazhanAlpamys/Soup#64."""
     made = Signature("aten.sin.default", (shape(100, origin=(0, 0)),), {})

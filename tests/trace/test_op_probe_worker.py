@@ -6,6 +6,7 @@ import importlib.util
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,7 @@ def test_on_a_gpu_the_allocator_tells_the_peak_of_the_second_call(monkeypatch: p
     answering("reset_peak_memory_stats", None)
     answering("memory_allocated", 10_000)
     answering("max_memory_allocated", 16_144)
+    answering("empty_cache", None)
     prober = Prober(2**30, "meta")
     zeros = (1, "aten.zeros.default", [[3]], {"device": torch.device("cpu")})
     requests = [(0, "aten.cos.default", [tensor(1000)], {}), zeros]
@@ -186,9 +188,50 @@ def test_on_a_gpu_the_allocator_tells_the_peak_of_the_second_call(monkeypatch: p
     assert shapes[0] == ("float32", (1000,), (1,))
     assert answers[1][1] == {0: 512}  # made where the arguments are, not on the CPU
     assert asked[:4] == ["synchronize", "reset_peak_memory_stats", "memory_allocated", "synchronize"]
+    assert asked[-1] == "empty_cache" and asked.count("empty_cache") == 1
     assert prober.run(requests) == answers
 
 
-def test_what_fails_on_a_gpu_is_named() -> None:
+def test_what_fails_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     answers = Prober(3999, "meta").run([(0, "aten.cos.default", [tensor(1000)], {})])
     assert answers[0].startswith("MemoryError: an argument of 4000 bytes")
+
+
+class Gpus:
+    """Two GPUs, of which the second has 8 of its 10 GB free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[tuple[str, Any]] = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=("aa-1", "bb-2")[i]))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.done.append(("device", device)))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8_000, 10_000))
+        monkeypatch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda share: self.done.append(("share", share))
+        )
+
+
+def test_a_gpu_is_found_by_its_identifier_and_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert op_probe_worker.set_up_gpu("cuda:0", "bb-2", {"cudnn.benchmark": True}) == "cuda:1"
+    # Nine tenths of the 8 GB that are free, of 10 GB.
+    assert gpus.done == [("device", "cuda:1"), ("share", pytest.approx(0.72))]
+    assert torch.backends.cudnn.benchmark is True
+
+
+def test_a_gpu_without_an_identifier_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch)
+    assert op_probe_worker.set_up_gpu("cuda:0", None, {}) == "cuda:0"
+    assert gpus.done[0] == ("device", "cuda:0")
+
+
+def test_a_process_on_a_gpu_that_is_gone_says_so_and_ends() -> None:
+    stream = io.BytesIO()
+    write_message(stream, {"threads": 1, "largest_bytes": 2**30, "device": "cuda:0", "uuid": "no-such", "backends": {}})
+    worker = subprocess.run(
+        [sys.executable, op_probe_worker.__file__], input=stream.getvalue(), capture_output=True, check=True
+    )
+    said = read_message(io.BytesIO(worker.stdout))
+    assert said.startswith("RuntimeError: the GPU no-such is not among those that this process sees: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -56,16 +57,22 @@ class Workspace:
 def cublas_workspace(architecture: CudaArchitecture) -> tuple[int, int, str]:
     """Least and most bytes of one cuBLAS workspace, and why.
 
-    1. ``:4096:2:16:8`` is two areas of 4,096 KiB and eight of 16 KiB: 8,519,680 bytes.
-    2. Compute capability 9.0 has 32 MiB.
-    3. 10.x and 12.x have 32 MiB in torch 2.13, 8,519,680 bytes up to 2.10; between them the change is not dated: an
+    1. ``CUBLAS_WORKSPACE_CONFIG`` has pairs of KiB and a count, each behind a colon; what is no such pair is skipped,
+       and without any the default counts. ``:0:0`` is no workspace; ``:16:8`` is 131,072 bytes.
+    2. The default ``:4096:2:16:8`` is two areas of 4,096 KiB and eight of 16 KiB: 8,519,680 bytes.
+    3. Compute capability 9.0 has 32 MiB.
+    4. 10.x and 12.x have 32 MiB in torch 2.13, 8,519,680 bytes up to 2.10; between them the change is not dated: an
        interval. 11.x follows after 2.13: an interval there.
 
     Source: ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``parseChosenWorkspaceSize``: a copy whose declarations are
     those of 2.13's ``CUDAContextLight.h`` (capabilities 9, 10 and 12), an earlier one (9.0 alone) and a later one.
 
-    Ignores: ``CUBLAS_WORKSPACE_CONFIG`` and ``torch.backends.cuda.cublas_workspace_size``.
+    Ignores: ``torch.backends.cuda.cublas_workspace_size``, and what cuBLAS then takes from the driver by itself.
     """
+    config = architecture.cublas_workspace_config
+    if pairs := re.findall(r":([0-9]+):([0-9]+)", config):
+        told = sum(int(kibibytes) * 1024 * int(count) for kibibytes, count in pairs)
+        return told, told, f"CUBLAS_WORKSPACE_CONFIG={config}"
     major, version = architecture.compute_capability[0], architecture.torch_minor
     if major < 9:
         return _SMALL_CUBLAS_BYTES, _SMALL_CUBLAS_BYTES, ":4096:2:16:8"

@@ -30,6 +30,8 @@ class CudaArchitecture:
     """Major and minor version of torch."""
     deterministic_algorithms: bool = False
     """Whether ``torch.use_deterministic_algorithms(True)`` holds: some kernels then accumulate in more copies."""
+    cublas_workspace_config: str = ""
+    """What the environment says of cuBLAS's workspaces in ``CUBLAS_WORKSPACE_CONFIG``; empty where nothing."""
 
     @property
     def threads_per_multiprocessor(self) -> int:
