@@ -61,7 +61,7 @@ class JobResult:
     budget_bytes: int | None
     """What a plan may use."""
     predicted_peak_bytes: int | None
-    """Predicted before the launch: of the plan, or of the smallest one."""
+    """Of the plan that was applied, or of the smallest one where none fits."""
     measured_peak_bytes: int | None
     """Measured by the warm-up."""
     measured_samples_per_second: float | None
@@ -171,7 +171,7 @@ def _jobs_of_hydra(folder: Path) -> Iterator[JobResult]:
             reason="" if told is None else told.reason.partition("\n")[0],
             missing_bytes=None if told is None else told.missing_bytes,
             budget_bytes=told.budget_bytes if told is not None else None if measured is None else measured.budget_bytes,
-            predicted_peak_bytes=None,
+            predicted_peak_bytes=None if measured is None else measured.predicted_peak_bytes,
             measured_peak_bytes=None if measured is None else measured.measured_peak_bytes,
             measured_samples_per_second=None if measured is None else measured.measured_samples_per_second,
             forecast_seconds=None,

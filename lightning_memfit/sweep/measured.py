@@ -15,6 +15,8 @@ class Measured:
 
     plan_label: str
     """The plan that was applied."""
+    predicted_peak_bytes: int
+    """What was predicted of that plan, raw: no measurement is in it."""
     budget_bytes: int
     """What it might use."""
     effective_batch_size: int
@@ -38,6 +40,7 @@ def measured_in(plan_file: Path) -> Measured | None:
         return None
     return Measured(
         plan_label=plan.candidate.label,
+        predicted_peak_bytes=plan.forecast.memory.least_bytes,
         budget_bytes=plan.budget.budget_bytes,
         effective_batch_size=plan.split.effective_batch_size,
         measured_peak_bytes=None if measurement is None else measurement.measured_peak_bytes,

@@ -75,12 +75,13 @@ def points(rows: Sequence[Row]) -> list[Point]:
 
 
 def _point(row: Row) -> Iterator[Point]:
-    forecast = row.forecast
-    if forecast is None or forecast.predicted_peak_bytes is None or not forecast.budget_bytes:
+    forecast, peak, budget = row.forecast, row.predicted_peak_bytes, row.budget_bytes
+    if peak is None or not budget:
         return
     measured = None if row.measured is None else row.measured.measured_samples_per_second
+    predicted = None if forecast is None else forecast.predicted_samples_per_second
     is_trained = row.status == "completed"
-    speed = measured if is_trained and measured is not None else forecast.predicted_samples_per_second
+    speed = measured if is_trained and measured is not None else predicted
     if speed is None or row.status == "not run":
         return
     if is_trained:
@@ -88,8 +89,7 @@ def _point(row: Row) -> Iterator[Point]:
     else:
         words = {"left out": "left out", "does not fit": "did not fit when it ran", "failed": "failed"}[row.status]
         kind = f"{words}, throughput predicted"
-    percent = 100 * forecast.predicted_peak_bytes / forecast.budget_bytes
-    yield Point(row=row, percent=percent, samples_per_second=speed, kind=kind)
+    yield Point(row=row, percent=100 * peak / budget, samples_per_second=speed, kind=kind)
 
 
 def _draw(found: Sequence[Point], rows: Sequence[Row]) -> Any:

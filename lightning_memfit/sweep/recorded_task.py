@@ -111,9 +111,9 @@ class _Recorded:
         raise error
 
     def _no_fit(self) -> NoFit | None:
-        """What a run left that did not fit and was not trained (``memfit.on_no_fit``)."""
-        path = self._written(NO_FIT_FILE)
-        if path is None:
+        """What the job's last run left, if it did not fit and was not trained (``memfit.on_no_fit``)."""
+        path = self._written(PLAN_FILE, NO_FIT_FILE)
+        if path is None or path.name != NO_FIT_FILE:
             return None
         try:
             return load_no_fit(path)
@@ -144,10 +144,10 @@ class _Recorded:
         )
         write_job_end(self._folder, end)
 
-    def _written(self, name: str) -> Path | None:
-        """The latest file of that name that this job wrote; what an earlier try left does not count."""
+    def _written(self, *names: str) -> Path | None:
+        """The latest file with one of these names that this job wrote; what an earlier try left does not count."""
         changed = {
-            path: when for path, when in self._files().items() if path.name == name and self._before.get(path) != when
+            path: when for path, when in self._files().items() if path.name in names and self._before.get(path) != when
         }
         return max(changed, key=lambda path: changed[path], default=None)
 
@@ -156,13 +156,18 @@ class _Recorded:
         return {path: path.stat().st_mtime_ns for path in found}
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what lies behind it: applications turn errors into exit codes."""
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it was raised from.
+
+    Applications turn errors into exit codes: what was being handled counts for these. For others it does not, since an
+    application may have handled that nothing fits, and failed at what it did instead.
+    """
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        seen.add(id(behind))
+        yield behind
+        behind = behind.__cause__ or (behind.__context__ if isinstance(behind, SystemExit) else None)
 
 
 def _words(error: BaseException) -> str:

@@ -64,7 +64,9 @@ class Row:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """As predicted before the launch."""
+        """Of that plan: as the job predicted it, or else as it was before the launch."""
+        if self.measured is not None:
+            return self.measured.predicted_peak_bytes
         return None if self.forecast is None else self.forecast.predicted_peak_bytes
 
     @property
@@ -95,6 +97,8 @@ class Row:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "budget_bytes": self.budget_bytes,
             "missing_bytes": self.missing_bytes,
+            "forecast_plan": None if forecast is None else forecast.plan_label,
+            "forecast_peak_bytes": None if forecast is None else forecast.predicted_peak_bytes,
             "measured_peak_bytes": None if measured is None else measured.measured_peak_bytes,
             "predicted_samples_per_second": None if forecast is None else forecast.predicted_samples_per_second,
             "measured_samples_per_second": None if measured is None else measured.measured_samples_per_second,

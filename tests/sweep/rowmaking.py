@@ -40,6 +40,7 @@ def end(of: SweepJob, status: Any = "completed", **more: Any) -> JobEnd:
 def measured(seconds: float = 0.25) -> Measured:
     return Measured(
         plan_label="2 slices of <= 4",
+        predicted_peak_bytes=48 * MIB,
         budget_bytes=100 * MIB,
         effective_batch_size=8,
         measured_peak_bytes=49 * MIB,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_that_nothing_fits_is_a_result(run: Run, tmp_path: Path, task: Any) -> N
     assert (end.budget_bytes, end.best_peak_bytes, end.missing_bytes) == (100, 130, 30)
 
 
+def test_what_fails_after_it_was_handled_that_nothing_fits_is_a_failure(run: Run, tmp_path: Path) -> None:
+    def does_something_else(config: Any) -> None:
+        try:
+            raise NO_FIT
+        except NoFeasiblePlanError:
+            raise ValueError("and fails at it")  # noqa: B904  # as an application may
+
+    with pytest.raises(ValueError):
+        run(does_something_else)
+    assert (ended(tmp_path).status, ended(tmp_path).reason) == ("failed", "ValueError: and fails at it")
+
+
 @pytest.mark.parametrize("code", [None, 0])
 def test_leaving_with_success_is_the_end_of_the_job_alone(run: Run, tmp_path: Path, code: Any) -> None:
     assert run(raises(SystemExit(code))) is None
@@ -162,6 +175,20 @@ def test_a_run_that_went_on_without_a_plan_does_not_fit(run: Run, tmp_path: Path
     assert (end.status, end.reason, end.missing_bytes, end.budget_bytes) == ("does not fit", "30 B too much", 30, 100)
     # What is returned in place of an objective is none.
     assert end.objective is None
+
+
+def test_of_several_runs_in_a_job_the_last_one_counts(run: Run, tmp_path: Path) -> None:
+    def twice(config: Any) -> float:
+        no_fit, plan = tmp_path / "7" / "no_fit.yaml", tmp_path / "7" / "smaller" / "plan.yaml"
+        plan.parent.mkdir()
+        no_fit.write_text(to_yaml(no_fit_record(NoFit(reason="x", budget_bytes=1, best_peak_bytes=2, missing_bytes=1))))
+        plan.write_text("a plan")
+        os.utime(no_fit, ns=(1, 1))
+        return 9.0
+
+    run(twice)
+    end = ended(tmp_path)
+    assert (end.status, end.objective, end.plan_file) == ("completed", 9.0, "smaller/plan.yaml")
 
 
 def test_a_record_that_cannot_be_read_does_not_say_that_nothing_fits(run: Run, tmp_path: Path) -> None:
