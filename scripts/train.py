@@ -11,10 +11,10 @@ from pathlib import Path
 
 from lightning_memfit.cli.hydra_app import run_hydra_app
 from lightning_memfit.cli.training import train
-from lightning_memfit.errors import MemFitError
+from lightning_memfit.errors import MemFitError, SweepError
 
-REFUSED = 2
-"""Exit code if MemFit refuses."""
+FAILED, REFUSED = 1, 2
+"""Exit codes if jobs of a sweep failed, and if MemFit refuses."""
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -24,7 +24,8 @@ def main() -> None:
         run_hydra_app(train, folder=CONF, name="config", words=sys.argv[1:], program=sys.argv[0])
     except MemFitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise SystemExit(REFUSED) from None
+        # Jobs of a sweep failed for reasons of their own.
+        raise SystemExit(FAILED if isinstance(error, SweepError) else REFUSED) from None
 
 
 if __name__ == "__main__":
