@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memfit.fingerprint import fingerprint_key
 from lightning_memfit.plan import PlanRequest
 
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 _DECIDES_NO_PLAN = ("mode", "on_no_fit", "num_profiled_steps")
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib"))
 
@@ -40,6 +43,8 @@ def run_words(fingerprint: Mapping[str, str], module: nn.Module, *, beside: Iter
         "code": _digest(_sources({base for cls in classes for base in cls.__mro__})),
         "attributes": _digest(_attributes(module)),
         "beside": _digest(_sources({each if inspect.isroutine(each) else type(each) for each in objects})),
+        "environment": " ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES),
+        "threads": str(torch.get_num_threads()),  # operators take memory for each
     }
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_memfit.plan import PlanRequest
@@ -102,3 +103,13 @@ def test_the_request_is_part_of_a_plans_key_and_not_of_what_corrects_forecasts()
 
 def test_two_models_of_the_same_kind_are_the_same_run() -> None:
     assert words(Net(), nn.Identity()) == words(Net(), nn.Identity())
+
+
+def test_what_decides_an_allocator_or_an_operator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = words()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert words() != before
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert words() == before
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert words() != before
