@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import reprlib
 import sys
@@ -217,6 +218,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             return module
         self.plan = self.measured = self.no_fit = None  # those of an earlier fit, perhaps of another model
         if self.is_off:
+            self._say_what_is_off()
             return module
         check_trainer(trainer)
         idle = idle_reason(trainer)
@@ -324,8 +326,17 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             self.plan = self.measured = None
         # Outside of the except block: the error's traceback keeps what was planned alive.
         self._write(trainer, lambda folder: write_no_fit(no_fit, folder), NO_FIT_FILE)
-        self._say(f"MemFit does not train this run, as on_no_fit={self.request.on_no_fit!r} asks: {no_fit.reason}")
+        words = f"MemFit does not train this run, as on_no_fit={self.request.on_no_fit!r} asks: "
+        if self.verbose:
+            self._say(words + no_fit.reason)
+        else:  # a run that does not train is never silent
+            logging.getLogger(__name__).warning("%s%s", words, no_fit.reason.strip().partition("\n")[0])
         raise quiet_end(trainer)
+
+    def _say_what_is_off(self) -> None:
+        asked = self.request.effective_batch_size
+        if asked is not None:
+            self._say(f"MemFit is off: effective_batch_size={asked} is not applied, the run keeps its own.")
 
     def _name_the_batch(self, error: BaseException) -> None:
         """An error of the user's step may be one of the batch that the user gave."""

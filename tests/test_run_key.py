@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_memfit import run_key
 from lightning_memfit.plan import PlanRequest
 from lightning_memfit.run_key import corrections_key, plan_key, run_words
 
@@ -40,6 +41,11 @@ def words(module: nn.Module | None = None, *beside: object) -> dict[str, str]:
         ({"dropout": 0.0}, {"dropout": 0.1}, False),
         ({"training": True}, {"training": False}, True),
         ({"log": object()}, {"log": object()}, True),
+        ({"cfg": SimpleNamespace(rank=8)}, {"cfg": SimpleNamespace(rank=1)}, False),
+        ({"cfg": SimpleNamespace(lr=1, seed=3)}, {"cfg": SimpleNamespace(lr=2, seed=4)}, True),
+        ({"cfg": {"deep": [{"rank": 8}]}}, {"cfg": {"deep": [{"rank": 1}]}}, False),
+        ({"max_steps": 4}, {"max_steps": 5}, True),
+        ({"_seen": 4}, {"_seen": 5}, True),
     ],
 )
 def test_plain_attributes_count_by_what_they_may_change(
@@ -48,35 +54,44 @@ def test_plain_attributes_count_by_what_they_may_change(
     assert (words(Net(**before)) == words(Net(**after))) is is_same
 
 
-def imported(path: Path, text: str) -> ModuleType:
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_source_of_the_users_classes_counts_also_that_of_a_base(tmp_path: Path) -> None:
-    text = """
+HELPER = "RANK = 8\ndef step(): return RANK\n"
+MODEL = """
 from torch import nn
+from helper_of_a_user import step
 class Base(nn.Module):
-    def step(self): return 1
+    def training_step(self): return step()
 class Model(Base):
     pass
 """
-    first, second, third = (tmp_path / name for name in ("a", "b", "c"))
-    found = {}
-    for folder, source in ((first, text), (second, text), (third, text.replace("return 1", "return 2"))):
-        folder.mkdir()
-        model = imported(folder / "model.py", source)
-        model.Base.__module__ = model.Model.__module__ = "model"
-        sys.modules["model"] = model
-        found[folder] = words(model.Model())["code"]
-        sys.modules.pop("model")
-        sys.modules.pop(model.__name__)
-    assert found[first] == found[second] != found[third]
+
+
+def code_of(folder: Path, model: str, helper: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The digest of a user's code in two files."""
+    folder.mkdir()
+    for name, text in (("model_of_a_user", model), ("helper_of_a_user", helper)):
+        (folder / f"{name}.py").write_text(text)
+        sys.modules.pop(name, None)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(folder)
+        found = words(importlib.import_module("model_of_a_user").Model())["code"]
+    for name in ("model_of_a_user", "helper_of_a_user"):
+        sys.modules.pop(name)
+    return found
+
+
+def test_the_files_of_the_users_classes_count_with_those_that_they_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = code_of(tmp_path / "a", MODEL, HELPER, monkeypatch)
+    assert code_of(tmp_path / "b", MODEL, HELPER, monkeypatch) == first, "wherever they are"
+    assert code_of(tmp_path / "c", MODEL.replace("return step()", "return 2 * step()"), HELPER, monkeypatch) != first
+    assert code_of(tmp_path / "d", MODEL, HELPER.replace("RANK = 8", "RANK = 1"), monkeypatch) != first
+
+
+def test_a_module_that_keeps_its_data_is_told_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_key, "_MOST_ATTRIBUTES", 10)
+    kept = list(range(1000))
+    assert words(Net(data=kept)) == words(Net(data=[*kept[:-1], 0])), "the end of it is not looked at"
 
 
 def test_callbacks_and_functions_beside_the_model_count() -> None:

@@ -66,7 +66,7 @@ _SWEEP_EXAMPLES = """examples:
 
 """
 _RUNNING_CODES = f"""exit codes:
-  {FITS}  trained; of a sweep, every job that was launched
+  {FITS}  trained; of a sweep, at least one job, and none failed
   {DOES_NOT_FIT}  does not fit, nothing was trained
   {BAD_REQUEST}  the request cannot be used; the message says what to write instead
   {CANNOT_TELL}  training failed, of a sweep that of one job at least

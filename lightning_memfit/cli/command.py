@@ -6,8 +6,8 @@ import io
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +27,7 @@ from lightning_memfit.cli.explain_command import run_explain
 from lightning_memfit.cli.fit_command import run_fit, run_sweep
 from lightning_memfit.cli.hardware_command import run_hardware
 from lightning_memfit.cli.plan_command import run_plan
+from lightning_memfit.cli.standard_output import kept_for_the_command
 from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasiblePlanError, first_line, is_out_of_memory
 
 _COLUMNS_OF_A_FILE = 110
@@ -51,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = io.StringIO()
     console = Console(file=stdout) if is_terminal else Console(file=text, width=_COLUMNS_OF_A_FILE)
     prints = arguments.command in RUNNING and not arguments.json
-    # What the user's own code prints must not end up inside the document.
-    with nullcontext() if prints else redirect_stdout(sys.stderr), current_folder_importable():
+    # What the user's own code prints must not end up inside the document. Tables go to a terminal as they are made.
+    shown_now = is_terminal and not arguments.json
+    with _output(prints, shown_now), current_folder_importable():
         code, document = _run(arguments, console)
     if document is not None:
         print(document, file=stdout)
@@ -60,6 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Tables fill their lines with spaces; a file is better without.
         stdout.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
     return code
+
+
+def _output(prints: bool, shown_now: bool) -> AbstractContextManager[None]:
+    if prints:
+        return nullcontext()
+    return _python_redirected() if shown_now else kept_for_the_command()
+
+
+@contextmanager
+def _python_redirected() -> Iterator[None]:
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def _run(arguments: Namespace, console: Console) -> tuple[int, str | None]:
@@ -70,7 +84,11 @@ def _run(arguments: Namespace, console: Console) -> tuple[int, str | None]:
         if arguments.debug:
             traceback.print_exc()
         print(f"memfit: {_words(error)}", file=sys.stderr)
-        return code, error_document(error, exit_code=code) if arguments.json else None
+        return code, _error_document(arguments, error, code) if arguments.json else None
+
+
+def _error_document(arguments: Namespace, error: Exception, code: int) -> str:
+    return error_document(error, exit_code=code, of_devices=arguments.command in ("plan", "hardware"))
 
 
 def _exit_code(error: Exception) -> int:

@@ -57,9 +57,16 @@ def sweep_document(folder: Path | None, *, exit_code: int) -> str:
     return _document(exit_code, sweep_dir=None if folder is None else str(folder), sweep=found)
 
 
-def error_document(error: BaseException, *, exit_code: int) -> str:
-    """The document of a request that cannot be used, or of a failure."""
-    return _document(exit_code, devices=[], error={"kind": type(error).__name__, "message": str(error)})
+def error_document(error: BaseException, *, exit_code: int, of_devices: bool) -> str:
+    """The document of a request that cannot be used, or of a failure.
+
+    Args:
+        error: what is wrong.
+        exit_code: of the process.
+        of_devices: whether the command's document has an entry for each device.
+    """
+    found: dict[str, Any] = {"devices": []} if of_devices else {}
+    return _document(exit_code, **found, error={"kind": type(error).__name__, "message": str(error)})
 
 
 def _document(exit_code: int, **content: Any) -> str:

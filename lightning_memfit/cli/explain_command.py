@@ -10,9 +10,9 @@ from rich.text import Text
 
 from lightning_memfit.cli.arguments import DOES_NOT_FIT, FITS
 from lightning_memfit.cli.documents import explain_document
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import ConfigurationError, PlanFileError
 from lightning_memfit.no_fit import NO_FIT_FILE, load_no_fit
-from lightning_memfit.plan_file import FILE_NAME
+from lightning_memfit.plan_file import FILE_NAME, WAY_OUT
 from lightning_memfit.plan_schema import load_measurement, load_plan
 from lightning_memfit.report.pieces import title
 from lightning_memfit.report.table import render_measurement, render_plan
@@ -35,6 +35,13 @@ def run_explain(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
         ConfigurationError: if there is no such file, several, or one that cannot be read.
     """
     path = record_at(Path(arguments.path).expanduser())
+    try:
+        return _explained(path, arguments, say)
+    except PlanFileError as error:
+        raise ConfigurationError(str(error).removesuffix(WAY_OUT).rstrip()) from error
+
+
+def _explained(path: Path, arguments: Namespace, say: Any) -> tuple[int, str | None]:
     if path.name == NO_FIT_FILE:
         no_fit = load_no_fit(path)
         if arguments.json:
@@ -61,7 +68,9 @@ def record_at(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.exists():
-        raise ConfigurationError(f"There is no {path}. Name a {FILE_NAME}, or the folder of a run that left one.")
+        raise ConfigurationError(
+            f"There is no file or folder {path}. Name a {FILE_NAME}, or the folder of a run that left one."
+        )
     found = sorted(each for name in (FILE_NAME, NO_FIT_FILE) for each in path.rglob(name))
     if not found:
         raise ConfigurationError(f"{path} holds no {FILE_NAME}. Name a folder of a run that MemFit planned.")

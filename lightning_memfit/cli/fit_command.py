@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from lightning_memfit.errors import ConfigurationError, SweepError
 from lightning_memfit.no_fit import NO_FIT_FILE, load_no_fit
 from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_schema import load_measurement, load_plan
+from lightning_memfit.sweep.sweep_file import FILE_NAME as SWEEP_FILE
 
 _MULTIRUN = ("-m", "--multirun")
 
@@ -76,7 +78,7 @@ def run_sweep(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     with sweeps_heard() as folders:
         try:
             _run(train, arguments, [_MULTIRUN[0], *words], "memfit sweep")
-            code = FITS
+            code = _sweep_code(folders)
         except SweepError as error:  # what became of the others is in the document, and in the files
             if not arguments.json:
                 raise
@@ -85,6 +87,14 @@ def run_sweep(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     if arguments.json:
         document = sweep_document(folders[0] if folders else None, exit_code=code)
     return code, document
+
+
+def _sweep_code(folders: Sequence[Path]) -> int:
+    """Whether any job was trained; another sweeper than MemFit's does not tell."""
+    if not folders:
+        return FITS
+    jobs = json.loads((folders[0] / SWEEP_FILE).read_text(encoding="utf-8"))["jobs"]
+    return FITS if any(job["status"] == "completed" for job in jobs) else DOES_NOT_FIT
 
 
 def _run(job: Any, arguments: Namespace, words: Sequence[str], program: str) -> None:

@@ -48,6 +48,9 @@ def require_every_value(config: Any) -> None:
     """
     from omegaconf import OmegaConf
 
+    for part, what in (("model", "a LightningModule"), ("data", "a LightningDataModule"), ("trainer", "a Trainer")):
+        if config.get(part) is None:
+            raise ConfigurationError(f"The config has no {part!r}, from which {what} is made. Add it.")
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigurationError(

@@ -49,7 +49,7 @@ def test_why_a_run_does_not_fit_is_said_with_its_exit_code(memfit: Memfit, tmp_p
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("nowhere", "There is no nowhere. Name a plan.yaml, or the folder of a run that left one.\n"),
+        ("nowhere", "There is no file or folder nowhere. Name a plan.yaml, or the folder of a run that left one.\n"),
         ("empty", "empty holds no plan.yaml. Name a folder of a run that MemFit planned.\n"),
         ("two", "two holds 2 records. Name one of:\n  two/0/plan.yaml\n  two/1/no_fit.yaml\n"),
         (
