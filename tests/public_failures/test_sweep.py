@@ -195,7 +195,6 @@ def test_a_small_model_gets_no_larger_batches_than_its_loader_has(
 # Processes.
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="command lines are read from /proc")
 def test_no_process_that_memfit_starts_is_made_of_the_command_line(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -206,7 +205,7 @@ def test_no_process_that_memfit_starts_is_made_of_the_command_line(
     class Recorded(subprocess.Popen[Any]):
         def __init__(self, command: Any, **settings: Any) -> None:
             super().__init__(command, **settings)
-            started.append(Path(f"/proc/{self.pid}/cmdline").read_text().split("\0")[:-1])
+            started.append(command)
 
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(subprocess, "Popen", Recorded)
