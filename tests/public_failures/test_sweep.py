@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import multiprocessing
 import pickle
 import shutil
 import subprocess
@@ -155,6 +156,8 @@ def test_many_jobs_with_loader_workers_leave_no_file_open(make_trainer: MakeTrai
 
     def open_files() -> int:
         gc.collect()
+        for worker in multiprocessing.active_children():  # torch told it to end, and may not have waited for it
+            worker.join(10)
         return len(list(Path("/proc/self/fd").iterdir()))
 
     job("trains")  # once for what the process keeps after its first worker

@@ -7,6 +7,7 @@ Run with ``pytest tests/public_failures/test_validate.py``.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +296,8 @@ def test_loaders_with_workers_that_stay_leave_no_file_open(make_trainer: MakeTra
 
     def open_files() -> int:
         gc.collect()
+        for worker in multiprocessing.active_children():  # torch told it to end, and may not have waited for it
+            worker.join(10)
         return len(list(Path("/proc/self/fd").iterdir()))
 
     def fit() -> None:
