@@ -273,6 +273,7 @@ def prepared(device: DeviceSpec) -> Preparation:
 
 
 def test_the_budget_is_formed_again_of_what_a_neighbour_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reported in hydra-ecosystem/hydra#1331."""
     monkeypatch.setattr(
         preparation, "detect_again", lambda device: replace(device, capacity_bytes=device.capacity_bytes - 5 * GIB)
     )

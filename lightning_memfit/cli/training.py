@@ -17,6 +17,7 @@ from lightning.pytorch import seed_everything
 from lightning_memfit.cli.run_summary import ValidationCurve, print_summary
 from lightning_memfit.config import memfit_from_config
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.preconditions import check_trainer
 from lightning_memfit.sweep_objective import objective
 
 
@@ -71,6 +72,9 @@ def _train(config: Any, *, in_sweep: bool) -> float | None:
     data = instantiate(config.data)
     callbacks = [*instantiate(config.trainer.get("callbacks") or []), curve]
     trainer = instantiate(config.trainer, callbacks=callbacks, plugins=[memfit])
+    if not memfit.is_off:
+        # ``fit`` asks a plugin too late: by then Lightning has started the other ranks, which run the command again.
+        check_trainer(trainer)
     trainer.fit(model, datamodule=data)
     print_summary(trainer, curve, Path(HydraConfig.get().runtime.output_dir))
     # A single run has nobody to return it to, and need not validate.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 REPORT = re.compile(r"[\w.-]+/[\w.-]+#\d+")
-STAGES = ("predict", "apply", "validate")
+STAGES = ("predict", "apply", "validate", "sweep")
 
 
 class Kind(NamedTuple):
@@ -99,6 +99,10 @@ def test_every_test_of_a_public_failure_is_in_the_table() -> None:
     ]
     assert len(here) > 20
     assert [test for test in here if test not in named] == []
+
+
+def test_every_stage_has_its_kinds() -> None:
+    assert {kind.stage for kind in kinds(read("public-failures.md"))} == set(STAGES)
 
 
 def test_no_kind_stands_in_the_table_twice() -> None:

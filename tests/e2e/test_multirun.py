@@ -128,6 +128,7 @@ def test_every_job_of_a_sweep_leaves_what_a_run_of_its_own_leaves(sweep: Path, a
 
 
 def test_a_job_behind_another_plans_and_learns_what_it_would_alone(sweep: Path, alone: Path) -> None:
+    """Reported in mlcommons/GaNDLF#725, hydra-ecosystem/hydra#2631."""
     assert_same_job(sweep / "1", alone)
 
 

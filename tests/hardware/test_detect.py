@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_without_a_cgroup_the_system_decides(machine: Machine) -> None:
-    """Reported in MIC-DKFZ/nnUNet#30, vllm-project/vllm#7256."""
+    """Reported in MIC-DKFZ/nnUNet#30, vllm-project/vllm#7256, hydra-ecosystem/hydra#3458."""
     device = detect_device(root=machine.root)
     assert device.name == "Example 9000 CPU @ 2.0GHz"
     assert device.kind == "cpu"

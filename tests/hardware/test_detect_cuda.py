@@ -89,6 +89,7 @@ def detected(gpu: FakeGpu, **driver: object) -> DeviceSpec:
 
 
 def test_the_capacity_is_what_is_free_and_what_this_process_holds_and_never_the_total() -> None:
+    """Reported in hydra-ecosystem/hydra#1331: jobs of a sweep share a GPU."""
     device = detected(
         FakeGpu(held=(Neighbour(pid=OWN, held_bytes=2 * GIB + 500 * MIB), Neighbour(pid=9, held_bytes=6 * GIB)))
     )

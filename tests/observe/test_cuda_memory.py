@@ -59,6 +59,7 @@ class FakeCuda:
 
 
 def test_the_three_statistics_are_read_after_everything_has_run() -> None:
+    """Reported in hydra-ecosystem/hydra#2631: peaks are of the process until they are reset."""
     cuda = FakeCuda()
     with CudaMeter(123, device=GPU, cuda=cuda) as meter:
         assert cuda.asked == ["synchronize", "empty_cache", "reset_peak_memory_stats"]

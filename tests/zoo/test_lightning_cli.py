@@ -90,6 +90,7 @@ def test_its_parameters_are_seen() -> None:
 
 
 def test_a_run_of_the_command_line_and_of_the_file_that_it_writes_equal_one_without_memfit(tmp_path: Path) -> None:
+    """Reported in Lightning-AI/pytorch-lightning#8262: types of arguments were checked, and plugin objects refused."""
     plain = cli(folder=tmp_path / "plain")
     theirs = dict(plain.model.state_dict())
     ours = cli(*SLICED, folder=tmp_path / "memfit")
