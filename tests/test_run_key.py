@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import lightning
 import pytest
 from torch import nn
+from torch.nn import functional
 
+from lightning_memfit import run_key
 from lightning_memfit.plan import PlanRequest
 from lightning_memfit.run_key import corrections_key, plan_key, run_words
 
@@ -35,9 +39,15 @@ def words(module: nn.Module | None = None, *beside: object) -> dict[str, str]:
         ({"mixes": True}, {"mixes": False}, False),
         ({"kind": "a"}, {"kind": "b"}, False),
         ({"sizes": [1, 2]}, {"sizes": [1, 3]}, False),
-        ({"rate": 0.1}, {"rate": 0.2}, True),
-        ({"dropout": 0.0}, {"dropout": 0.1}, False),
-        ({"training": True}, {"training": False}, True),
+        ({"mask_rate": 0.1}, {"mask_rate": 0.2}, False),
+        ({"learning_rate": 0.1}, {"learning_rate": 0.2}, True),
+        ({"training": True}, {"training": False}, False),
+        ({"hparams": {"repeats": 1}}, {"hparams": {"repeats": 2}}, False),
+        ({"hparams": {"lr": 0.1, "seed": 1}}, {"hparams": {"lr": 0.2, "seed": 2}}, True),
+        ({"config": SimpleNamespace(attention="eager")}, {"config": SimpleNamespace(attention="sdpa")}, False),
+        ({"blocks": [{"kind": "a"}]}, {"blocks": [{"kind": "b"}]}, False),
+        ({"activation": functional.gelu}, {"activation": functional.relu}, False),
+        ({"act": partial(functional.gelu, approximate="tanh")}, {"act": partial(functional.gelu)}, False),
         ({"log": object()}, {"log": object()}, True),
     ],
 )
@@ -60,6 +70,7 @@ def imported(path: Path, text: str) -> ModuleType:
 def test_the_source_of_the_users_classes_counts_also_that_of_a_base(tmp_path: Path) -> None:
     text = """
 from torch import nn
+from torch.nn import functional
 class Base(nn.Module):
     def step(self): return 1
 class Model(Base):
@@ -102,3 +113,60 @@ def test_the_request_is_part_of_a_plans_key_and_not_of_what_corrects_forecasts()
 
 def test_two_models_of_the_same_kind_are_the_same_run() -> None:
     assert words(Net(), nn.Identity()) == words(Net(), nn.Identity())
+
+
+def test_of_torchs_own_modules_a_rate_counts_by_whether_it_is_0() -> None:
+    def dropping(rate: float) -> dict[str, str]:
+        return words(nn.Sequential(nn.Dropout(rate)))
+
+    assert dropping(0.1) == dropping(0.2) != dropping(0.0)
+
+
+def test_the_hyperparameters_and_the_config_of_a_model_count() -> None:
+    class Saved(lightning.LightningModule):
+        def __init__(self, repeats: int, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert words(Saved(1)) == words(Saved(1, lr=0.2)) != words(Saved(2))
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    found = [
+        words(transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, vocab_size=8, attn_implementation=kind)))
+        for kind in ("eager", "eager", "sdpa")
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+def test_what_a_class_was_compiled_to_counts_where_it_has_no_source() -> None:
+    def typed_in(step: str) -> dict[str, str]:
+        names: dict[str, Any] = {"nn": nn, "__name__": "__main__"}
+        exec(f"class Typed(nn.Module):\n    def step(self, x):\n        return {step}", names)
+        return words(names["Typed"]())
+
+    assert typed_in("x.exp()") == typed_in("x.exp()") != typed_in("x.sin()")
+    assert typed_in("x in {1, 2}") != typed_in("x in {1, 3}")
+
+
+def test_another_version_of_a_library_makes_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for text in ("return 1", "return 2"):
+        folder = tmp_path / text.replace(" ", "_")
+        folder.mkdir()
+        monkeypatch.setattr(run_key, "_LIBRARIES", (folder.resolve(),))
+        source = f"from torch import nn\nclass Layer(nn.Module):\n    def step(self): {text}\n"
+        library = imported(folder / "library.py", source)
+        monkeypatch.setattr(library.Layer, "__module__", "library")
+        monkeypatch.setitem(sys.modules, "library", library)
+        found.append(words(library.Layer()))
+    assert found[0] != found[1]
+
+
+def test_a_partial_application_counts_by_its_function() -> None:
+    def weight(batch: object, factor: int) -> int:
+        return factor
+
+    def other(batch: object, factor: int) -> int:
+        return -factor
+
+    assert words(None, partial(weight, factor=1)) != words(None, partial(other, factor=1))

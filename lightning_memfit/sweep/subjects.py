@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_memfit.application.subject import Subject, attach_stand_in, made_
 from lightning_memfit.batch_tree import batch_size_of
 from lightning_memfit.config import memfit_arguments
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.run_key import TAKES_NO_MEMORY
 from lightning_memfit.sweep.job import SweepJob
 
 SubjectFunction = Callable[[Any], Any]
@@ -22,8 +22,6 @@ SubjectFunction = Callable[[Any], Any]
 _ASKED = "hydra.sweeper.subject"
 _OTHERWISE = f"set {_ASKED} to a function from a job's config to (module, batch)"
 _PARTS = ("loss", "optimizer", "optimizer_steps", "settings")
-# What changes from job to job and takes no memory, by the last word of its key.
-_TAKES_NO_MEMORY = re.compile(r"seed|.*_seed|lr|.*_lr|learning_rate|.*_learning_rate|warmup_steps")
 
 
 def subject_function(path: str | None) -> SubjectFunction | None:
@@ -129,7 +127,7 @@ def told_settings(config: Any, *, whole: bool) -> list[str]:
 def _leaves(key: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for name, item in value.items():
-            if not _TAKES_NO_MEMORY.fullmatch(str(name)):
+            if not TAKES_NO_MEMORY.fullmatch(str(name)):
                 yield from _leaves(f"{key}.{name}", item)
     elif isinstance(value, list):
         for index, item in enumerate(value):
