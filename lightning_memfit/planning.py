@@ -78,6 +78,7 @@ class Planning:
         Raises:
             NoFeasiblePlanError: if nothing fits.
         """
+        self.was_taken_over = False
         try:
             found = self._found_exact()
         except NoFeasiblePlanError:
