@@ -30,7 +30,7 @@ from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasiblePlanError, first_line
 from lightning_memfit.fit_session import FitSession, default_cache_dir
-from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_of
+from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_of, tell_no_fit
 from lightning_memfit.plan import Measurement, Plan
 from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
@@ -323,6 +323,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             self.no_fit = no_fit = no_fit_of(error)
             self.plan = self.measured = None
         # Outside of the except block: the error's traceback keeps what was planned alive.
+        tell_no_fit(no_fit)
         self._write(trainer, lambda folder: write_no_fit(no_fit, folder), NO_FIT_FILE)
         self._say(f"MemFit does not train this run, as on_no_fit={self.request.on_no_fit!r} asks: {no_fit.reason}")
         raise quiet_end(trainer)

@@ -174,7 +174,7 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
     is_namespace = isinstance(value, (argparse.Namespace, types.SimpleNamespace))
     is_config = is_namespace or callable(getattr(type(value), "to_dict", None))  # such as those of transformers
     if (is_config or dataclasses.is_dataclass(value)) and hasattr(value, "__dict__"):
-        return vars(value).items()
+        return list(vars(value).items())
     if dataclasses.is_dataclass(value):  # with slots
         return [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
     return ()
