@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +32,7 @@ from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasibleP
 
 _COLUMNS_OF_A_FILE = 110
 """Width of what goes into a file or a pipe, in characters."""
+_STDOUT, _STDERR = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(file=stdout) if is_terminal else Console(file=text, width=_COLUMNS_OF_A_FILE)
     prints = arguments.command in RUNNING and not arguments.json
     # What the user's own code prints must not end up inside the document.
-    with nullcontext() if prints else redirect_stdout(sys.stderr), current_folder_importable():
+    with (
+        nullcontext() if prints else redirect_stdout(sys.stderr),
+        _processes_printing_to_stderr() if arguments.json else nullcontext(),
+        current_folder_importable(),
+    ):
         code, document = _run(arguments, console)
     if document is not None:
         print(document, file=stdout)
@@ -62,6 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+@contextmanager
+def _processes_printing_to_stderr() -> Iterator[None]:
+    """Within it, processes that are started, such as those of a launcher, get standard error for standard output."""
+    try:
+        sys.stdout.flush()
+        kept = os.dup(_STDOUT)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        os.dup2(_STDERR, _STDOUT)
+        yield
+    finally:
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
+
+
 def _run(arguments: Namespace, console: Console) -> tuple[int, str | None]:
     try:
         return _COMMANDS[arguments.command](arguments, say=console)
@@ -69,7 +92,7 @@ def _run(arguments: Namespace, console: Console) -> tuple[int, str | None]:
         code = _exit_code(error)
         if arguments.debug:
             traceback.print_exc()
-        print(f"memfit: {_words(error)}", file=sys.stderr)
+        print(f"memfit: {_words(error, trains=arguments.command in RUNNING)}", file=sys.stderr)
         return code, error_document(error, exit_code=code) if arguments.json else None
 
 
@@ -83,7 +106,7 @@ def _completion(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     return FITS, completion_script(arguments.shell)
 
 
-_COMMANDS: Mapping[str, Callable[..., tuple[int, str | None]]] = {
+_COMMANDS: dict[str, Callable[..., tuple[int, str | None]]] = {
     "plan": run_plan,
     "fit": run_fit,
     "sweep": run_sweep,
@@ -93,9 +116,11 @@ _COMMANDS: Mapping[str, Callable[..., tuple[int, str | None]]] = {
 }
 
 
-def _words(error: Exception) -> str:
+def _words(error: Exception, *, trains: bool) -> str:
     if isinstance(error, MemFitError):
         return str(error)
+    if trains:  # the user's own code
+        return f"training failed: {type(error).__name__}: {first_line(error)}. --debug shows where."
     if is_out_of_memory(error):
         return (
             f"this machine ran out of memory ({type(error).__name__}: {first_line(error)}). Leave --real out, write "
