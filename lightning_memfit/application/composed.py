@@ -34,6 +34,7 @@ _SETTINGS = (
 _NOT_OF_A_FORECAST = (
     "mode", "on_no_fit", "no_fit_value", "num_profiled_steps", "planning_seconds", "cache_dir", "verbose", "plan",
 )  # fmt: skip
+_MAY_NEED_LESS = ("split_batch", "max_length", "allow_inexact_slicing")
 # What a Trainer needs that trains nothing: no GPU, no folders, no other plugin.
 _ON_THIS_MACHINE = {
     "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None, "plugins": None,
@@ -87,6 +88,7 @@ def subject_of_config(
                 on_meta=on_meta,
                 settings=settings,
                 notes=(*notes, *made_notes),
+                may_need_less_by=may_need_less_by(config),
                 optimizer_steps=_optimizer_steps(trainer),
                 device=device_of(config),
             )
@@ -161,6 +163,16 @@ def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if str(trainer.get("devices", 1)) != "1" or str(trainer.get("num_nodes", 1)) != "1":
         notes.append("planned for one device; what several exchange is left out")
     return settings, tuple(notes)
+
+
+def may_need_less_by(config: Any) -> tuple[str, ...]:
+    """The settings of the ``memfit`` group that no forecast counts with, and under which training may need less.
+
+    Raises:
+        ConfigurationError: if MemFit does not know a setting.
+    """
+    arguments = memfit_arguments(config.get("memfit") or {})
+    return tuple(f"memfit.{name}" for name in _left_out(arguments) if name in _MAY_NEED_LESS)
 
 
 def _left_out(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from lightning_memfit.application.composed import answering_hydra, settings_of, subject_of_config
+from lightning_memfit.application.composed import answering_hydra, may_need_less_by, settings_of, subject_of_config
 from lightning_memfit.application.import_paths import called
 from lightning_memfit.application.subject import Subject, attach_stand_in, made_on_meta
 from lightning_memfit.batch_tree import batch_size_of
 from lightning_memfit.config import memfit_arguments
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.run_key import TAKES_NO_MEMORY
 from lightning_memfit.sweep.job import SweepJob
 
@@ -59,7 +60,8 @@ def subject_of_job(job: SweepJob, function: SubjectFunction | None, *, real: boo
     with answering_hydra(job.config) as config:
         _require_planning(config)
         if function is not None:
-            yield _made_by(function, config, job)
+            with random_state_kept():
+                yield _made_by(function, config, job)
             return
         source = f"job {job.number}"
         with subject_of_config(config, words=job.words, source=source, otherwise=_OTHERWISE, real=real) as subject:
@@ -95,6 +97,7 @@ def _made_by(function: SubjectFunction, config: Any, job: SweepJob) -> Subject:
         on_meta=any(parameter.is_meta for parameter in module.parameters()),
         settings=settings,
         notes=notes,
+        may_need_less_by=may_need_less_by(config),
         optimizer_steps=parts["optimizer_steps"],
     )
 
