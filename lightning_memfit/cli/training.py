@@ -67,7 +67,8 @@ def _train(config: Any, *, in_sweep: bool) -> float | None:
     model = instantiate(config.model)
     data = instantiate(config.data)
     callbacks = [*instantiate(config.trainer.get("callbacks") or []), curve]
-    trainer = instantiate(config.trainer, callbacks=callbacks, plugins=[memfit])
+    plugins = [*instantiate(config.trainer.get("plugins") or []), memfit]
+    trainer = instantiate(config.trainer, callbacks=callbacks, plugins=plugins)
     trainer.fit(model, datamodule=data)
     print_summary(trainer, curve, Path(HydraConfig.get().runtime.output_dir))
     # A single run has nobody to return it to, and need not validate.

@@ -46,6 +46,11 @@ def test_a_config_is_trained_and_the_document_holds_plan_and_measurement(fit: Ca
     assert "optimizer steps           2" in ran.stderr, "what the run prints does not end up inside the document"
 
 
+def test_plugins_of_the_trainers_config_are_made_too(fit: Callable[..., Any]) -> None:
+    ran = fit(*SMALL, "+trainer.plugins=[{_target_: there.is.no.such.Plugin}]")
+    assert ran.returncode != 0 and "there.is.no.such.Plugin" in ran.stderr
+
+
 def test_a_run_that_does_not_fit_ends_with_one(fit: Callable[..., Any], tmp_path: Path) -> None:
     ran = fit(*SMALL, "memfit.budget=1KiB")
     assert ran.returncode == 1
