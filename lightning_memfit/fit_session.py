@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -251,9 +250,3 @@ def plans_folder(cache_dir: Path) -> Path:
 def corrections_folder(cache_dir: Path) -> Path:
     """Where it is kept by how much the forecasts of earlier runs were off."""
     return cache_dir / "corrections"
-
-
-def default_cache_dir() -> Path:
-    """Where measurements are kept: ``$XDG_CACHE_HOME/lightning_memfit``, or below ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning_memfit"

@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import reprlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +27,9 @@ from lightning_memfit.apply.quiet_end import quiet_end
 from lightning_memfit.apply.resumed import resumed_checkpoint
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.batch_functions import BatchFunctions
-from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasiblePlanError, first_line
-from lightning_memfit.fit_session import FitSession, default_cache_dir
+from lightning_memfit.cache_folder import cache_directory
+from lightning_memfit.errors import MemFitError, NoFeasiblePlanError
+from lightning_memfit.fit_session import FitSession
 from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_of, tell_no_fit
 from lightning_memfit.plan import Measurement, Plan
 from lightning_memfit.plan_file import FILE_NAME
@@ -182,7 +182,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._functions = BatchFunctions(split_batch=split_batch, loss_weight=loss_weight)
         self._worst_batch = worst_batch
         self._given_plan = None if plan is None else given_plan(plan)
-        self._cache_dir = _cache_directory(cache_dir)
+        self._cache_dir = cache_directory(cache_dir)
         self._trainer: Any = None
         self._session: FitSession | None = None
         self._warm_up: Any = None
@@ -403,23 +403,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def _say(self, text: str) -> None:
         if self.verbose:
             rich.print(escape(text))
-
-
-def _cache_directory(value: str | Path | None) -> Path | None:
-    if value is None or value == "auto":
-        return None if value is None else default_cache_dir()
-    if not isinstance(value, (str, os.PathLike)):
-        raise ConfigurationError(f"cache_dir={value!r} is no directory. Pass a path, 'auto', or None for no cache.")
-    try:
-        path = Path(value).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # then nothing is remembered
-            path.stat()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL character, no such user
-        raise ConfigurationError(
-            f"cache_dir={reprlib.repr(value)} is no directory: {first_line(error).rstrip('.')[:80]}. Pass a path, "
-            "'auto', or None for no cache."
-        ) from error
-    return path
 
 
 def _is_fitting(trainer: Any) -> bool:

@@ -21,6 +21,7 @@ from lightning_memfit.application.subject import Subject, first_of, made_on_meta
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.cache_folder import cache_directory
 from lightning_memfit.config import MemFitConfig, memfit_arguments
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.observe.random_state import random_state_kept
@@ -154,6 +155,8 @@ def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     settings = {name: arguments[name] for name in _SETTINGS if arguments[name] != "auto"}
     if arguments["effective_batch_size"] is not None:
         settings["effective_batch_size"] = arguments["effective_batch_size"]
+    if arguments["cache_dir"] != "auto":
+        settings["cache_dir"] = cache_directory(arguments["cache_dir"])
     if "precision" not in settings and trainer.get("precision") is not None:
         precision = str(trainer.get("precision"))
         settings["precision"] = _PRECISIONS.get(precision, precision)

@@ -42,6 +42,12 @@ def test_a_job_is_not_left_out_where_a_setting_that_no_forecast_counts_with_may_
         assert subject.may_need_less_by == ("memfit.max_length", "memfit.allow_inexact_slicing")
 
 
+def test_the_jobs_cache_folder_is_that_of_its_forecast(tmp_path: Path) -> None:
+    for word, folder in (("null", None), (str(tmp_path / "kept"), tmp_path / "kept")):
+        with subject_of_job(job_of(tmp_path, CONFIG, f"+memfit.cache_dir={word}"), pair, real=False) as subject:
+            assert subject.settings["cache_dir"] == folder
+
+
 def test_a_function_that_seeds_leaves_the_random_state_of_the_process(tmp_path: Path) -> None:
     def seeding(config: Any) -> Any:
         torch.manual_seed(3)
