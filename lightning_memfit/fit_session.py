@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Any
 from lightning_memfit.apply.loader import TrainLoader, forget_validation_loader
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.batch_functions import BatchFunctions
+from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.hardware.measure_rates import forget_rates
 from lightning_memfit.kept_plans import KeptCorrections, KeptPlan
 from lightning_memfit.observe.random_state import random_state_kept
@@ -129,19 +129,26 @@ class FitSession:
         if self._kept_plan is None:
             return planning.search()
         announce("looking for the plan of an equal run")
+        began = time.monotonic()
         with self._kept_plan.alone() as note:
+            planning.postpone(time.monotonic() - began)
             plan = planning.kept_plan(self._kept_plan.load())
             if plan is None:
                 plan = planning.search()
-                self._keep(planning, plan)
+                if self._request.mode == "apply":  # else it is neither proven nor timed beside others afterwards
+                    self._keep(planning, plan)
         return plan if note is None else replace(plan, notes=(*plan.notes, note))
 
-    def _keep(self, planning: Planning, plan: Plan) -> None:
-        """Keep a plan that was searched for in full; without a proof to come, its rivals are never timed."""
-        if self._kept_plan is None or self._request.mode != "apply":
-            return
-        if not planning.was_taken_over and not planning.is_out_of_time():
-            self._kept_plan.save(plan)
+    def _keep(self, planning: Planning, plan: Plan) -> bool:
+        """Keep a plan that was searched for in full; whether it is one."""
+        if self._kept_plan is None or planning.was_taken_over or planning.is_out_of_time():
+            return False
+        self._kept_plan.save(plan)
+        return True
+
+    def _forget_kept_plan(self) -> None:
+        if self._kept_plan is not None:
+            self._kept_plan.forget()
 
     def apply(self) -> None:
         """Apply the plan to the Trainer and the module; levers of the optimizer wait for :meth:`connect`."""
@@ -181,14 +188,19 @@ class FitSession:
         proving = Proving(
             planning, self._levers, planning.prepared.validation_batch(), leave_gpu=self._probers.leave_gpu
         )
-        plan, self.measurement = proving.prove(self._chosen, report)
+        try:
+            plan, self.measurement = proving.prove(self._chosen, report)
+        except NoFeasiblePlanError:
+            self._forget_kept_plan()
+            raise
         self._remember(planning, plan)
         self.plan = self._rates_doubted(plan, self.measurement)
         self._probers.close()
 
     def _remember(self, planning: Planning, plan: Plan) -> None:
         """Keep what stood in place of what was searched, and by how much forecasts were off."""
-        self._keep(planning, plan)
+        if not self._keep(planning, plan) and plan.candidate != self._chosen.candidate:
+            self._forget_kept_plan()  # it did not stand
         if self._kept_corrections is not None and planning.measured_corrections:
             self._kept_corrections.add(planning.measured_corrections)
 
@@ -218,6 +230,7 @@ class FitSession:
         ):
             return plan
         forget_rates(self._cache_dir)
+        self._forget_kept_plan()
         note = (
             f"the step was predicted to take {predicted / measured:.0f} times as long as it does, so that what was "
             "chosen by speed is doubtful: the device's rates were measured while it was disturbed; the next run "
@@ -244,9 +257,3 @@ def plans_folder(cache_dir: Path) -> Path:
 def corrections_folder(cache_dir: Path) -> Path:
     """Where it is kept by how much the forecasts of earlier runs were off."""
     return cache_dir / "corrections"
-
-
-def default_cache_dir() -> Path:
-    """Where measurements are kept: ``$XDG_CACHE_HOME/lightning_memfit``, or below ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning_memfit"

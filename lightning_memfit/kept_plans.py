@@ -76,6 +76,11 @@ class KeptPlan:
             write_whole(self._path, to_yaml(plan.to_dict()))
             self._drop_the_oldest()
 
+    def forget(self) -> None:
+        """Keep no plan: the one before was disproved."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
     def _drop_the_oldest(self) -> None:
         kept = sorted(self._path.parent.glob("*.yaml"), key=_age, reverse=True)
         for path in kept[MOST_PLANS:]:

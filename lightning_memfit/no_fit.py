@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +16,7 @@ from lightning_memfit.plan_file import plain_data, read_plain
 NO_FIT_FILE = "no_fit.yaml"
 """What a run that does not fit writes where others write their plan."""
 SCHEMA_VERSION = 1
+_LISTENER: ContextVar[list[NoFit] | None] = ContextVar("no_fits_heard", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,31 @@ class NoFit:
     """By how much that one is above the budget."""
     smallest: str | None = None
     """The setting of the levers that needs least, in words; ``None`` where none was found."""
+
+
+@contextmanager
+def no_fits_heard() -> Iterator[list[NoFit]]:
+    """Within it, every run that ends without a plan is added to the list, wherever it leaves its record."""
+    heard: list[NoFit] = []
+    token = _LISTENER.set(heard)
+    try:
+        yield heard
+    finally:
+        _LISTENER.reset(token)
+
+
+def tell_no_fit(no_fit: NoFit) -> None:
+    """Say that a run ends without a plan, and that this is a result."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.append(no_fit)
+
+
+def tell_fits() -> None:
+    """Say that a run has a plan and trains; of several runs in one job the last one counts."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.clear()
 
 
 def no_fit_of(error: NoFeasiblePlanError) -> NoFit:

@@ -78,6 +78,7 @@ class Planning:
         Raises:
             NoFeasiblePlanError: if nothing fits.
         """
+        self.was_taken_over = False
         try:
             found = self._found_exact()
         except NoFeasiblePlanError:
@@ -175,6 +176,11 @@ class Planning:
             peak_bytes: its peak in bytes, with that candidate's optimizer states.
         """
         self._evaluation_bytes[forecast.candidate.precision] = peak_bytes - _states_bytes(forecast)
+
+    def postpone(self, seconds: float) -> None:
+        """Let planning have as much time as before it waited so long."""
+        if self._deadline is not None:
+            self._deadline += seconds
 
     def is_out_of_time(self) -> bool:
         """Whether planning has used its time."""

@@ -11,10 +11,9 @@ import functools
 import importlib
 import logging
 import os
-import reprlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,9 +28,10 @@ from lightning_memfit.apply.quiet_end import quiet_end
 from lightning_memfit.apply.resumed import resumed_checkpoint
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.batch_functions import BatchFunctions
-from lightning_memfit.errors import ConfigurationError, MemFitError, NoFeasiblePlanError, first_line
-from lightning_memfit.fit_session import FitSession, default_cache_dir
-from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_of
+from lightning_memfit.cache_folder import cache_directory
+from lightning_memfit.errors import MemFitError, NoFeasiblePlanError
+from lightning_memfit.fit_session import FitSession
+from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_of, tell_fits, tell_no_fit
 from lightning_memfit.plan import Measurement, Plan
 from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
@@ -183,7 +183,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._functions = BatchFunctions(split_batch=split_batch, loss_weight=loss_weight)
         self._worst_batch = worst_batch
         self._given_plan = None if plan is None else given_plan(plan)
-        self._cache_dir = _cache_directory(cache_dir)
+        self._cache_dir = cache_directory(cache_dir)
         self._trainer: Any = None
         self._session: FitSession | None = None
         self._warm_up: Any = None
@@ -307,6 +307,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._remove_callback(trainer)
         self.plan, self.measured = session.plan, session.measurement
         assert self.plan is not None and self.measured is not None
+        tell_fits()
         self._record(trainer)
         for logger, why in log_hyperparameters(trainer, hyperparameters_of(self.plan, self.measured)).items():
             self._say(f"{logger} did not take the plan as hyperparameters: {why}. The run goes on.")
@@ -325,6 +326,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             self.no_fit = no_fit = no_fit_of(error)
             self.plan = self.measured = None
         # Outside of the except block: the error's traceback keeps what was planned alive.
+        tell_no_fit(no_fit)
         self._write(trainer, lambda folder: write_no_fit(no_fit, folder), NO_FIT_FILE)
         words = f"MemFit does not train this run, as on_no_fit={self.request.on_no_fit!r} asks: "
         if self.verbose:
@@ -413,23 +415,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def _say(self, text: str) -> None:
         if self.verbose:
             rich.print(escape(text))
-
-
-def _cache_directory(value: str | Path | None) -> Path | None:
-    if value is None or value == "auto":
-        return None if value is None else default_cache_dir()
-    if not isinstance(value, (str, os.PathLike)):
-        raise ConfigurationError(f"cache_dir={value!r} is no directory. Pass a path, 'auto', or None for no cache.")
-    try:
-        path = Path(value).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # then nothing is remembered
-            path.stat()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL character, no such user
-        raise ConfigurationError(
-            f"cache_dir={reprlib.repr(value)} is no directory: {first_line(error).rstrip('.')[:80]}. Pass a path, "
-            "'auto', or None for no cache."
-        ) from error
-    return path
 
 
 def _is_fitting(trainer: Any) -> bool:

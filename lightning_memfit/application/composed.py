@@ -21,6 +21,7 @@ from lightning_memfit.application.subject import Subject, first_of, made_on_meta
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
 from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
+from lightning_memfit.cache_folder import cache_directory
 from lightning_memfit.config import MemFitConfig, memfit_arguments
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.observe.random_state import random_state_kept
@@ -34,6 +35,7 @@ _SETTINGS = (
 _NOT_OF_A_FORECAST = (
     "mode", "on_no_fit", "no_fit_value", "num_profiled_steps", "planning_seconds", "cache_dir", "verbose", "plan",
 )  # fmt: skip
+_MAY_NEED_LESS = ("split_batch", "max_length", "allow_inexact_slicing")
 # What a Trainer needs that trains nothing: no GPU, no folders, no other plugin.
 _ON_THIS_MACHINE = {
     "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None, "plugins": None,
@@ -87,6 +89,7 @@ def subject_of_config(
                 on_meta=on_meta,
                 settings=settings,
                 notes=(*notes, *made_notes),
+                may_need_less_by=may_need_less_by(config),
                 optimizer_steps=_optimizer_steps(trainer),
                 device=device_of(config),
             )
@@ -152,6 +155,8 @@ def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     settings = {name: arguments[name] for name in _SETTINGS if arguments[name] != "auto"}
     if arguments["effective_batch_size"] is not None:
         settings["effective_batch_size"] = arguments["effective_batch_size"]
+    if arguments["cache_dir"] != "auto":
+        settings["cache_dir"] = cache_directory(arguments["cache_dir"])
     if "precision" not in settings and trainer.get("precision") is not None:
         precision = str(trainer.get("precision"))
         settings["precision"] = _PRECISIONS.get(precision, precision)
@@ -161,6 +166,16 @@ def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if str(trainer.get("devices", 1)) != "1" or str(trainer.get("num_nodes", 1)) != "1":
         notes.append("planned for one device; what several exchange is left out")
     return settings, tuple(notes)
+
+
+def may_need_less_by(config: Any) -> tuple[str, ...]:
+    """The settings of the ``memfit`` group that no forecast counts with, and under which training may need less.
+
+    Raises:
+        ConfigurationError: if MemFit does not know a setting.
+    """
+    arguments = memfit_arguments(config.get("memfit") or {})
+    return tuple(f"memfit.{name}" for name in _left_out(arguments) if name in _MAY_NEED_LESS)
 
 
 def _left_out(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_memfit.application.subject import Subject
@@ -110,7 +110,7 @@ def outcome_on(asked: Asked, subject: Subject, arguments: Mapping[str, Any], *, 
         if subject.on_meta:
             reason += f" On the meta device its module has no values; if that is why, {real_option} makes it for real."
         return Outcome(asked=asked, verdict="cannot tell", reason=reason)
-    return _outcome(asked, asked.device, found, arguments)
+    return _outcome(asked, asked.device, found, arguments, subject)
 
 
 def outcomes_on(asked: Sequence[Asked], subject: Subject, arguments: Mapping[str, Any]) -> list[Outcome]:
@@ -126,7 +126,7 @@ def outcomes_on(asked: Sequence[Asked], subject: Subject, arguments: Mapping[str
         with suppress(UnsupportedError, TraceError):
             plans = _plans([each.name for each, _ in known], subject, arguments)
             found = {
-                each.name: _outcome(each, device, plan, arguments)
+                each.name: _outcome(each, device, plan, arguments, subject)
                 for (each, device), plan in zip(known, plans, strict=True)
             }
     return [found.get(each.name) or outcome_on(each, subject, arguments) for each in asked]
@@ -145,11 +145,20 @@ def _plans(devices: Sequence[str], subject: Subject, arguments: Mapping[str, Any
 
 
 def _outcome(
-    asked: Asked, device: DeviceSpec, found: Plan | NoFeasiblePlanError, arguments: Mapping[str, Any]
+    asked: Asked,
+    device: DeviceSpec,
+    found: Plan | NoFeasiblePlanError,
+    arguments: Mapping[str, Any],
+    subject: Subject,
 ) -> Outcome:
     has_budget = arguments.get("budget", "auto") != "auto"
     if isinstance(found, NoFeasiblePlanError):
-        return _without_a_plan(asked, device, found, has_budget=has_budget)
+        outcome = _without_a_plan(asked, device, found, has_budget=has_budget)
+        if not subject.may_need_less_by:
+            return outcome
+        settings = ", ".join(subject.may_need_less_by)
+        reason = f"{outcome.reason.rstrip('.')}, but with {settings}, which no forecast counts with, it may need less."
+        return replace(outcome, verdict="cannot tell", reason=reason)
     return _with_a_plan(asked, device, found, has_budget=has_budget)
 
 

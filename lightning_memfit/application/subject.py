@@ -45,6 +45,8 @@ class Subject:
     """What its config says to forecast for, ``hardware.device``; ``None`` where it says nothing."""
     notes: tuple[str, ...] = ()
     """What the user should know."""
+    may_need_less_by: tuple[str, ...] = ()
+    """Settings that a forecast leaves out, and under which training may need less than it says."""
 
 
 def made_on_meta(factory: Callable[[], Any], *, what: str, real: bool) -> tuple[Any, bool, tuple[str, ...]]:

@@ -6,7 +6,7 @@ import io
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
@@ -83,7 +83,7 @@ def _run(arguments: Namespace, console: Console) -> tuple[int, str | None]:
         code = _exit_code(error)
         if arguments.debug:
             traceback.print_exc()
-        print(f"memfit: {_words(error)}", file=sys.stderr)
+        print(f"memfit: {_words(error, trains=arguments.command in RUNNING)}", file=sys.stderr)
         return code, _error_document(arguments, error, code) if arguments.json else None
 
 
@@ -101,7 +101,7 @@ def _completion(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     return FITS, completion_script(arguments.shell)
 
 
-_COMMANDS: Mapping[str, Callable[..., tuple[int, str | None]]] = {
+_COMMANDS: dict[str, Callable[..., tuple[int, str | None]]] = {
     "plan": run_plan,
     "fit": run_fit,
     "sweep": run_sweep,
@@ -111,9 +111,11 @@ _COMMANDS: Mapping[str, Callable[..., tuple[int, str | None]]] = {
 }
 
 
-def _words(error: Exception) -> str:
+def _words(error: Exception, *, trains: bool) -> str:
     if isinstance(error, MemFitError):
         return str(error)
+    if trains:  # the user's own code
+        return f"training failed: {type(error).__name__}: {first_line(error)}. --debug shows where."
     if is_out_of_memory(error):
         return (
             f"this machine ran out of memory ({type(error).__name__}: {first_line(error)}). Leave --real out, write "

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_memfit.application.left_files import LeftFiles
 from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
 from lightning_memfit.cli.config_folder import CONFIG_DIR, CONFIG_NAME
 from lightning_memfit.cli.documents import fit_document, sweep_document
 from lightning_memfit.cli.hydra_app import run_hydra_app
 from lightning_memfit.errors import ConfigurationError, SweepError
-from lightning_memfit.no_fit import NO_FIT_FILE, load_no_fit
+from lightning_memfit.no_fit import NoFit, no_fits_heard
 from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_schema import load_measurement, load_plan
 from lightning_memfit.sweep.sweep_file import FILE_NAME as SWEEP_FILE
@@ -38,21 +39,22 @@ def run_fit(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     """
     if set(arguments.words) & set(_MULTIRUN):
         raise ConfigurationError("-m makes a sweep: write memfit sweep in place of memfit fit -m.")
-    folders: list[str] = []
+    left: list[LeftFiles] = []
 
     def job(config: Any) -> Any:
         from hydra.core.hydra_config import HydraConfig
 
         from lightning_memfit.cli.training import train
 
-        folders.append(HydraConfig.get().runtime.output_dir)
+        left.append(LeftFiles(Path(HydraConfig.get().runtime.output_dir)))
         return train(config)
 
-    _run(job, arguments, arguments.words, "memfit fit")
-    folder = Path(folders[0]) if folders else None  # none where Hydra only showed something
-    no_fit = None if folder is None else _first(folder, NO_FIT_FILE)
+    with no_fits_heard() as heard:
+        _run(job, arguments, arguments.words, "memfit fit")
+    no_fit = heard[-1] if heard else None
     code = FITS if no_fit is None else DOES_NOT_FIT
-    return code, _document(folder, code) if arguments.json else None
+    # None where Hydra only showed something.
+    return code, _document(left[0] if left else None, no_fit, code) if arguments.json else None
 
 
 def run_sweep(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
@@ -104,17 +106,9 @@ def _run(job: Any, arguments: Namespace, words: Sequence[str], program: str) -> 
     run_hydra_app(job, folder=folder, name=arguments.config_name or CONFIG_NAME, words=words, program=program)
 
 
-def _document(folder: Path | None, code: int) -> str:
-    record: dict[str, Any] = {"plan": None, "measured": None, "no_fit": None}
-    if folder is not None:
-        plan, no_fit = _first(folder, FILE_NAME), _first(folder, NO_FIT_FILE)
-        if plan is not None and no_fit is None:
-            record |= {"plan": load_plan(plan).to_dict(), "measured": load_measurement(plan)}
-        if no_fit is not None:
-            record["no_fit"] = load_no_fit(no_fit)
-    return fit_document(None if folder is None else str(folder), record, exit_code=code)
-
-
-def _first(folder: Path, name: str) -> Path | None:
-    """A logger may put its files deeper."""
-    return next(iter(sorted(folder.rglob(name))), None)
+def _document(left: LeftFiles | None, no_fit: NoFit | None, code: int) -> str:
+    record: dict[str, Any] = {"plan": None, "measured": None, "no_fit": no_fit}
+    plan = None if left is None or no_fit is not None else left.latest(FILE_NAME)
+    if plan is not None:
+        record |= {"plan": load_plan(plan).to_dict(), "measured": load_measurement(plan)}
+    return fit_document(None if left is None else str(left.folder), record, exit_code=code)

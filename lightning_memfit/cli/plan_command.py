@@ -9,11 +9,11 @@ from typing import Any
 from lightning_memfit.application.outcomes import Asked, Outcome, asked_for, outcomes_on
 from lightning_memfit.application.subject import Subject
 from lightning_memfit.batch_tree import batch_size_of
+from lightning_memfit.cache_folder import default_cache_dir
 from lightning_memfit.cli.arguments import CANNOT_TELL, DOES_NOT_FIT, FITS
 from lightning_memfit.cli.documents import plan_document
 from lightning_memfit.cli.plan_text import print_outcomes
 from lightning_memfit.cli.subject import subject_of
-from lightning_memfit.fit_session import default_cache_dir
 from lightning_memfit.plan import PlanRequest
 from lightning_memfit.units import parse_bytes
 
@@ -43,7 +43,7 @@ def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     with subject_of(arguments) as subject:
         settings = {**subject.settings, **given}
         settings.setdefault("effective_batch_size", batch_size_of(subject.batch))
-        settings["cache_dir"] = default_cache_dir()
+        settings.setdefault("cache_dir", default_cache_dir())
         asked, notes = _devices(arguments.device or [subject.device or "local"])
         outcomes = outcomes_on(asked, subject, settings)
         return _said(subject, outcomes, notes, arguments, say)

@@ -5,29 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+
+_OUTPUT, _ERRORS = 1, 2
+"""The process's own descriptors, which C libraries write to and child processes get."""
 
 
 @contextmanager
 def kept_for_the_command() -> Iterator[None]:
     """Within it, what Python prints, C libraries and child processes write to standard output is on standard error."""
     with ExitStack() as ending:
-        descriptors = _descriptors()
-        if descriptors is not None:
-            output, errors = descriptors
+        with suppress(OSError):  # one of them is closed
             sys.stdout.flush()
-            kept = os.dup(output)
+            kept = os.dup(_OUTPUT)
             ending.callback(os.close, kept)
-            ending.callback(os.dup2, kept, output)
-            os.dup2(errors, output)
+            ending.callback(os.dup2, kept, _OUTPUT)
+            os.dup2(_ERRORS, _OUTPUT)
         ending.enter_context(redirect_stdout(sys.stderr))
         ending.callback(sys.stderr.flush)
         yield
-
-
-def _descriptors() -> tuple[int, int] | None:
-    """Those of standard output and error; ``None`` where one of them is no file of the system's."""
-    try:
-        return sys.stdout.fileno(), sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):  # closed, or replaced by something in memory
-        return None

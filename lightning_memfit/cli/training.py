@@ -71,7 +71,8 @@ def _train(config: Any, *, in_sweep: bool) -> float | None:
     model = instantiate(config.model)
     data = instantiate(config.data)
     callbacks = [*instantiate(config.trainer.get("callbacks") or []), curve]
-    trainer = instantiate(config.trainer, callbacks=callbacks, plugins=[memfit])
+    plugins = [*instantiate(config.trainer.get("plugins") or []), memfit]
+    trainer = instantiate(config.trainer, callbacks=callbacks, plugins=plugins)
     if not memfit.is_off:
         # ``fit`` asks a plugin too late: by then Lightning has started the other ranks, which run the command again.
         check_trainer(trainer)

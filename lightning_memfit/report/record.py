@@ -51,8 +51,14 @@ def write_record(plan: Plan, measurement: Measurement | None, directory: str | P
     path = _write(directory, FILE_NAME, to_yaml(content))
     _write(directory, REPORT_FILE, report_text(plan, measurement), is_ours=_is_report)
     if not _is_url(directory):
-        (Path(directory) / NO_FIT_FILE).unlink(missing_ok=True)  # of an earlier run: this one fits
+        _drop_no_fit(Path(directory) / NO_FIT_FILE)
     return path
+
+
+def _drop_no_fit(path: Path) -> None:
+    """Of an earlier run: this one fits. A file of the user's that has the name stays."""
+    if path.is_file() and _is_record(path.read_text(encoding="utf-8", errors="replace")):
+        path.unlink(missing_ok=True)
 
 
 def write_no_fit(no_fit: NoFit, directory: str | Path) -> str:

@@ -15,9 +15,9 @@ from lightning_memfit.application.composed import device_of
 from lightning_memfit.application.outcomes import Asked, asked_for, outcome_on
 from lightning_memfit.application.subject import Subject
 from lightning_memfit.batch_tree import batch_size_of
+from lightning_memfit.cache_folder import default_cache_dir
 from lightning_memfit.errors import MemFitError, first_line, is_out_of_memory
 from lightning_memfit.fingerprint import fingerprint_key, fingerprint_of
-from lightning_memfit.fit_session import default_cache_dir
 from lightning_memfit.plan import PlanRequest
 from lightning_memfit.sweep.job import SweepJob
 from lightning_memfit.sweep.job_forecast import JobForecast, forecast_of
@@ -79,7 +79,7 @@ def _forecast(
             if equal != job.number:
                 steps, seconds = subject.optimizer_steps, time.perf_counter() - began
                 return dataclasses.replace(found[equal], optimizer_steps=steps, same_as=equal, seconds=seconds)
-            settings = {**subject.settings, "cache_dir": default_cache_dir()}
+            settings = {"cache_dir": default_cache_dir(), **subject.settings}
             outcome = outcome_on(asked, subject, settings, real_option=_REAL_OPTION)
     # Whatever cannot be forecast is launched: it is the job's own run that tells.
     except Exception as error:

@@ -51,6 +51,10 @@ def compose_jobs(sweep_config: Any, overrides: Sequence[Sequence[str]], config_l
         ConfigurationError: if two of them would write into one folder.
     """
     jobs = [_composed(number, each, sweep_config, config_loader) for number, each in enumerate(overrides)]
+    if not jobs:
+        raise ConfigurationError(
+            "The overrides to sweep over give no job: one of them has no value, such as range(0,0)."
+        )
     subdir, count = Counter(job.subdir for job in jobs).most_common(1)[0]
     if count > 1:
         raise ConfigurationError(

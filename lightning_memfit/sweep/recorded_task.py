@@ -6,19 +6,17 @@ import functools
 import numbers
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from lightning_memfit.application.left_files import LeftFiles
 from lightning_memfit.errors import NoFeasiblePlanError, PlanFileError, SweepError, first_line
-from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, load_no_fit, no_fit_of
+from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, load_no_fit, no_fit_of, no_fits_heard
 from lightning_memfit.plan_file import FILE_NAME as PLAN_FILE
 from lightning_memfit.sweep.config_digest import digest_of
 from lightning_memfit.sweep.job_end import JobEnd, write_job_end
-
-_Written = dict[Path, int]
-"""Files and when they were changed, in nanoseconds."""
 
 
 class RecordedTask:
@@ -57,10 +55,11 @@ class RecordedTask:
             config_digest=digest_of(config),
         )
         try:
-            value = self.task(config)
+            with no_fits_heard() as heard:
+                value = self.task(config)
         except (Exception, SystemExit) as error:
             return recorded.raised(error)
-        recorded.returned(value)
+        recorded.returned(value, heard)
         return value
 
     def _numbered(self) -> int | None:
@@ -82,11 +81,11 @@ class _Recorded:
     def __init__(self, *, folder: Path, number: int | None, overrides: tuple[str, ...], config_digest: str) -> None:
         self._folder, self._number = folder, number
         self._overrides, self._config_digest = overrides, config_digest
-        self._before = self._files()
+        self._left = LeftFiles(folder)
         self._began = time.perf_counter()
 
-    def returned(self, value: Any) -> None:
-        no_fit = self._no_fit()
+    def returned(self, value: Any, heard: Sequence[NoFit]) -> None:
+        no_fit = heard[-1] if heard else self._recorded_no_fit()
         if no_fit is None:
             self._end("completed", objective=_plain_number(value))
         else:  # what was returned only stands for an objective
@@ -110,9 +109,9 @@ class _Recorded:
             raise SweepError(words) from error
         raise error
 
-    def _no_fit(self) -> NoFit | None:
-        """What the job's last run left, if it did not fit and was not trained (``memfit.on_no_fit``)."""
-        path = self._written(PLAN_FILE, NO_FIT_FILE)
+    def _recorded_no_fit(self) -> NoFit | None:
+        """What a run in another process left that did not fit and was not trained (``memfit.on_no_fit``)."""
+        path = self._left.latest(PLAN_FILE, NO_FIT_FILE)
         if path is None or path.name != NO_FIT_FILE:
             return None
         try:
@@ -131,7 +130,7 @@ class _Recorded:
 
     def _end(self, status: Any, **told: Any) -> None:
         seconds = time.perf_counter() - self._began
-        plan = self._written(PLAN_FILE)
+        plan = self._left.latest(PLAN_FILE)
         end = JobEnd(
             status=status,
             number=self._number,
@@ -144,30 +143,18 @@ class _Recorded:
         )
         write_job_end(self._folder, end)
 
-    def _written(self, *names: str) -> Path | None:
-        """The latest file with one of these names that this job wrote; what an earlier try left does not count."""
-        changed = {
-            path: when for path, when in self._files().items() if path.name in names and self._before.get(path) != when
-        }
-        return max(changed, key=lambda path: changed[path], default=None)
 
-    def _files(self) -> _Written:
-        found = (path for name in (PLAN_FILE, NO_FIT_FILE) for path in self._folder.rglob(name))
-        return {path: path.stat().st_mtime_ns for path in found}
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what lies behind it.
 
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it was raised from.
-
-    Applications turn errors into exit codes: what was being handled counts for these. For others it does not, since an
-    application may have handled that nothing fits, and failed at what it did instead.
+    Applications turn errors into exit codes, by ``raise SystemExit(2) from None`` too; an error that is raised while
+    another is handled, such as in a second try with other settings, is one of its own.
     """
     seen: set[int] = set()
-    behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        seen.add(id(behind))
-        yield behind
-        behind = behind.__cause__ or (behind.__context__ if isinstance(behind, SystemExit) else None)
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (error.__context__ if isinstance(error, SystemExit) else None)
 
 
 def _words(error: BaseException) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from lightning_memfit.application.composed import answering_hydra, settings_of, subject_of_config
+from lightning_memfit.application.composed import answering_hydra, may_need_less_by, settings_of, subject_of_config
 from lightning_memfit.application.import_paths import called
 from lightning_memfit.application.subject import Subject, attach_stand_in, made_on_meta
 from lightning_memfit.batch_tree import batch_size_of
 from lightning_memfit.config import memfit_arguments
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.observe.random_state import random_state_kept
+from lightning_memfit.run_key import TAKES_NO_MEMORY
 from lightning_memfit.sweep.job import SweepJob
 
 SubjectFunction = Callable[[Any], Any]
@@ -22,8 +23,6 @@ SubjectFunction = Callable[[Any], Any]
 _ASKED = "hydra.sweeper.subject"
 _OTHERWISE = f"set {_ASKED} to a function from a job's config to (module, batch)"
 _PARTS = ("loss", "optimizer", "optimizer_steps", "settings")
-# What changes from job to job and takes no memory, by the last word of its key.
-_TAKES_NO_MEMORY = re.compile(r"seed|.*_seed|lr|.*_lr|learning_rate|.*_learning_rate|warmup_steps")
 
 
 def subject_function(path: str | None) -> SubjectFunction | None:
@@ -61,7 +60,8 @@ def subject_of_job(job: SweepJob, function: SubjectFunction | None, *, real: boo
     with answering_hydra(job.config) as config:
         _require_planning(config)
         if function is not None:
-            yield _made_by(function, config, job)
+            with random_state_kept():
+                yield _made_by(function, config, job)
             return
         source = f"job {job.number}"
         with subject_of_config(config, words=job.words, source=source, otherwise=_OTHERWISE, real=real) as subject:
@@ -97,6 +97,7 @@ def _made_by(function: SubjectFunction, config: Any, job: SweepJob) -> Subject:
         on_meta=any(parameter.is_meta for parameter in module.parameters()),
         settings=settings,
         notes=notes,
+        may_need_less_by=may_need_less_by(config),
         optimizer_steps=parts["optimizer_steps"],
     )
 
@@ -129,7 +130,7 @@ def told_settings(config: Any, *, whole: bool) -> list[str]:
 def _leaves(key: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for name, item in value.items():
-            if not _TAKES_NO_MEMORY.fullmatch(str(name)):
+            if not TAKES_NO_MEMORY.fullmatch(str(name)):
                 yield from _leaves(f"{key}.{name}", item)
     elif isinstance(value, list):
         for index, item in enumerate(value):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +58,16 @@ def missing(bytes_missing: int, monkeypatch: pytest.MonkeyPatch, name: str = "t4
 
     monkeypatch.setattr(outcomes, "make_plans", nothing_fits)
     return outcome_on(Asked(name=name, device=catalog_device(name)), SUBJECT, arguments)
+
+
+def test_what_may_need_less_than_its_forecast_is_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = replace(SUBJECT, may_need_less_by=("memfit.allow_inexact_slicing",))
+    monkeypatch.setattr(sys.modules[__name__], "SUBJECT", free)
+    told = missing(GIB, monkeypatch, budget=10 * GIB)
+    assert told.verdict == "cannot tell" and told.missing_bytes == GIB
+    assert told.reason == (
+        "1.000 GiB too much, but with memfit.allow_inexact_slicing, which no forecast counts with, it may need less."
+    )
 
 
 def test_what_misses_by_less_than_the_range_of_the_context_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memfit.cli import main
+from lightning_memfit.cli import command, main
 from lightning_memfit.cli.arguments import BAD_REQUEST, parse
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +61,30 @@ def test_overrides_keep_their_order_around_options() -> None:
     arguments = parse(["plan", "a=1", "--device", "t4", "+b=2", "~c", "--json", "d=3"])
     assert arguments.overrides == ["a=1", "+b=2", "~c", "d=3"]
     assert arguments.device == ["t4"] and arguments.json
+
+
+def test_what_processes_print_that_a_command_starts_is_not_in_the_document(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def starting_a_process(arguments: Any, *, say: Any) -> tuple[int, str]:
+        subprocess.run([sys.executable, "-c", "print('epoch 1')"], check=True)
+        return 0, "{}"
+
+    monkeypatch.setitem(command._COMMANDS, "sweep", starting_a_process)
+    assert main(["sweep", "--json"]) == 0
+    assert capfd.readouterr() == ("{}\n", "epoch 1\n")
+    subprocess.run([sys.executable, "-c", "print('later')"], check=True)
+    assert capfd.readouterr().out == "later\n"
+
+
+def test_an_error_of_the_users_training_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(arguments: Any, *, say: Any) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setitem(command._COMMANDS, "fit", failing)
+    assert main(["fit"]) == 3
+    assert (
+        capsys.readouterr().err == "memfit: training failed: RuntimeError: shapes do not match. --debug shows where.\n"
+    )

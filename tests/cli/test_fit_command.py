@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from lightning_memfit.no_fit import NoFit, no_fit_record
+from lightning_memfit.plan_file import to_yaml
+
 ROOT = Path(__file__).parents[2]
 Memfit = Callable[..., Any]
 SMALL = (
@@ -43,6 +46,11 @@ def test_a_config_is_trained_and_the_document_holds_plan_and_measurement(fit: Ca
     assert "optimizer steps           2" in ran.stderr, "what the run prints does not end up inside the document"
 
 
+def test_plugins_of_the_trainers_config_are_made_too(fit: Callable[..., Any]) -> None:
+    ran = fit(*SMALL, "+trainer.plugins=[{_target_: there.is.no.such.Plugin}]")
+    assert ran.returncode != 0 and "there.is.no.such.Plugin" in ran.stderr
+
+
 def test_a_run_that_does_not_fit_ends_with_one(fit: Callable[..., Any], tmp_path: Path) -> None:
     ran = fit(*SMALL, "memfit.budget=1KiB")
     assert ran.returncode == 1
@@ -51,6 +59,24 @@ def test_a_run_that_does_not_fit_ends_with_one(fit: Callable[..., Any], tmp_path
     assert skipped.returncode == 1
     assert "does not fit" in skipped.stdout and "nothing was trained" in skipped.stdout
     assert (tmp_path / "run" / "no_fit.yaml").exists()
+
+
+def test_what_an_earlier_run_left_deeper_in_the_folder_does_not_count(fit: Callable[..., Any], tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "a" / "deeper"
+    logs.mkdir(parents=True)
+    no_fit = NoFit(reason="30 B too much", budget_bytes=100, best_peak_bytes=130, missing_bytes=30)
+    (logs / "no_fit.yaml").write_text(to_yaml(no_fit_record(no_fit)))
+    (logs / "plan.yaml").write_text("of an earlier run")
+    ran = fit(*SMALL, "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["plan"] is not None
+
+
+def test_a_run_that_does_not_fit_ends_with_one_wherever_it_writes(fit: Callable[..., Any], tmp_path: Path) -> None:
+    elsewhere = f"trainer.default_root_dir={tmp_path / 'elsewhere'}"
+    ran = fit(*SMALL, "memfit.budget=1KiB", "memfit.on_no_fit=skip", elsewhere)
+    assert ran.returncode == 1, ran.stderr
+    assert (tmp_path / "elsewhere" / "no_fit.yaml").exists()
 
 
 def test_a_wrong_key_is_named_with_its_value_and_the_choices(fit: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memfit import MemFit, Plan, planning
+from lightning_memfit import MemFit, NoFeasiblePlanError, Plan, fit_session, planning
+from lightning_memfit.kept_plans import KeptPlan
 from lightning_memfit.plan import Candidate, Forecast
 from lightning_memfit.plan_schema import load_plan
 from lightning_memfit.preparation import Preparation
@@ -130,12 +132,52 @@ def test_a_kept_plan_that_does_not_stand_is_searched_anew(
     assert load_plan(kept).candidate == plan.candidate, "and kept anew"
 
 
+def test_a_kept_plan_that_needs_too_much_is_replaced(make_trainer: MakeTrainer, kept_folder: Path) -> None:
+    own = fit(make_trainer, budget="17KiB")
+    (path,) = kept_folder.glob("plans/*.yaml")
+    greedy = fit(make_trainer, budget="60KiB", micro_batch_size=32, activation_checkpointing="none")
+    memory = replace(greedy.forecast.memory, peak_allocated_bytes=1024, by_category={})
+    forecast = replace(greedy.forecast, memory=memory, correction_bytes=0)
+    wrong = replace(greedy, budget=own.budget, forecast=forecast)
+    assert wrong.candidate != own.candidate
+    KeptPlan(path.parent, path.stem).save(wrong)
+    assert fit(make_trainer, budget="17KiB").candidate == own.candidate
+    assert load_plan(path).candidate == own.candidate, "the next run need not disprove it again"
+
+
+def test_a_kept_plan_is_forgotten_where_no_plan_stands(
+    make_trainer: MakeTrainer, kept_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_stands(*arguments: Any) -> Any:
+        raise NoFeasiblePlanError("No plan fits.", budget_bytes=1, best_peak_bytes=2)
+
+    monkeypatch.setattr(fit_session.Proving, "prove", nothing_stands)
+    with pytest.raises(NoFeasiblePlanError):
+        fit(make_trainer)
+    assert not list(kept_folder.glob("plans/*.yaml"))
+
+
+def test_a_plan_that_was_chosen_by_rates_that_are_forgotten_is_not_kept(
+    make_trainer: MakeTrainer, kept_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_session, "_DISPROVED", 0.0)
+    plan = fit(make_trainer)
+    assert any("the next run measures them anew" in note for note in plan.notes)
+    assert not list(kept_folder.glob("plans/*.yaml"))
+
+
+def test_a_plan_that_is_only_reported_is_not_kept(make_trainer: MakeTrainer, kept_folder: Path) -> None:
+    """It was not timed beside others, and a run that took it over would not do so either."""
+    plugin = MemFit(budget="60KiB", precision="32-true", verbose=False, mode="report")
+    make_trainer(plugin).fit(Deep(), loader())
+    assert plugin.plan is not None and not list(kept_folder.glob("plans/*.yaml"))
+    assert EQUAL not in fit(make_trainer, budget="60KiB").notes
+
+
 class Misjudged:
     """Forecasts 8 KiB too low for every candidate."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from dataclasses import replace
-
         self.forecasts: dict[Candidate, Forecast] = {}
         forecast = Preparation.forecast
 

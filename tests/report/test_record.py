@@ -149,6 +149,16 @@ def test_why_nothing_fits_is_written_and_read_back(plan: Plan, tmp_path: Path) -
     assert not Path(path).exists(), "this run fits"
 
 
+def test_a_plan_takes_the_place_of_an_earlier_record_and_leaves_a_file_of_the_users(plan: Plan, tmp_path: Path) -> None:
+    no_fit = NoFit(reason="30 B too much", budget_bytes=100, best_peak_bytes=130, missing_bytes=30)
+    path = Path(write_no_fit(no_fit, tmp_path))
+    write_record(plan, None, tmp_path)
+    assert not path.exists()
+    path.write_text("notes: mine\n")
+    write_record(plan, None, tmp_path)
+    assert path.read_text() == "notes: mine\n"
+
+
 @pytest.mark.parametrize("text", ["a: 1", "schema_version: 1", "schema_version: 1\nreason: 3"])
 def test_what_is_no_record_of_a_run_that_does_not_fit_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "no_fit.yaml"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.sweep.basic_hydra import sweep_overrides
 from lightning_memfit.sweep.job import compose_jobs, varying_overrides
 from tests.sweep.conftest import composing
 from tests.sweep.rowmaking import job
@@ -37,6 +38,13 @@ def test_jobs_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:
         compose_jobs(config, [("a=1",), ("a=2",)], loader)
     assert "gives 2 of 2 jobs the folder 'same'" in str(raised.value)
     assert "${hydra.job.override_dirname}" in str(raised.value)
+
+
+def test_overrides_without_a_value_give_no_sweep(tmp_path: Path) -> None:
+    with composing(tmp_path / "conf", CONFIG) as (config, loader):
+        nothing = sweep_overrides(["a=range(0,0)"], loader)
+        with pytest.raises(ConfigurationError, match=r"give no job: one of them has no value, such as range\(0,0\)"):
+            compose_jobs(config, nothing, loader)
 
 
 def test_a_job_that_cannot_be_composed_ends_the_sweep_before_it_begins(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 
 from lightning_memfit.errors import NoFeasiblePlanError, SweepError
-from lightning_memfit.no_fit import NoFit, no_fit_record
+from lightning_memfit.no_fit import NoFit, no_fit_record, tell_no_fit
 from lightning_memfit.plan_file import to_yaml
 from lightning_memfit.sweep.config_digest import digest_of
 from lightning_memfit.sweep.job_end import JobEnd, read_job_end
@@ -189,6 +189,29 @@ def test_of_several_runs_in_a_job_the_last_one_counts(run: Run, tmp_path: Path) 
     run(twice)
     end = ended(tmp_path)
     assert (end.status, end.objective, end.plan_file) == ("completed", 9.0, "smaller/plan.yaml")
+
+
+def test_that_nothing_fits_is_known_wherever_the_run_writes_its_files(run: Run, tmp_path: Path) -> None:
+    no_fit = NoFit(reason="30 B too much", budget_bytes=100, best_peak_bytes=130, missing_bytes=30)
+
+    def skips(config: Any) -> float:
+        tell_no_fit(no_fit)  # as the plugin does, whose Trainer writes to another folder
+        return 9.0
+
+    assert run(skips) == 9.0
+    assert (ended(tmp_path).status, ended(tmp_path).objective) == ("does not fit", None)
+
+
+def test_an_error_of_a_second_try_is_a_failure(run: Run, tmp_path: Path) -> None:
+    def tries_a_smaller_model(config: Any) -> None:
+        try:
+            raise NO_FIT
+        except NoFeasiblePlanError:
+            raises(ValueError("no smaller model"))(config)
+
+    with pytest.raises(ValueError, match="no smaller model"):
+        run(tries_a_smaller_model)
+    assert ended(tmp_path).status == "failed"
 
 
 def test_a_record_that_cannot_be_read_does_not_say_that_nothing_fits(run: Run, tmp_path: Path) -> None:

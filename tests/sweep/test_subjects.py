@@ -34,6 +34,31 @@ def test_a_function_makes_module_and_batch_of_a_jobs_config(tmp_path: Path) -> N
         assert subject.words == "width=4" and not subject.on_meta and subject.loss is None
 
 
+def test_a_job_is_not_left_out_where_a_setting_that_no_forecast_counts_with_may_make_it_fit(tmp_path: Path) -> None:
+    with subject_of_job(job_of(tmp_path), pair, real=False) as subject:
+        assert subject.may_need_less_by == ()
+    free = job_of(tmp_path, CONFIG, "+memfit.allow_inexact_slicing=true", "+memfit.max_length=9")
+    with subject_of_job(free, pair, real=False) as subject:
+        assert subject.may_need_less_by == ("memfit.max_length", "memfit.allow_inexact_slicing")
+
+
+def test_the_jobs_cache_folder_is_that_of_its_forecast(tmp_path: Path) -> None:
+    for word, folder in (("null", None), (str(tmp_path / "kept"), tmp_path / "kept")):
+        with subject_of_job(job_of(tmp_path, CONFIG, f"+memfit.cache_dir={word}"), pair, real=False) as subject:
+            assert subject.settings["cache_dir"] == folder
+
+
+def test_a_function_that_seeds_leaves_the_random_state_of_the_process(tmp_path: Path) -> None:
+    def seeding(config: Any) -> Any:
+        torch.manual_seed(3)
+        return pair(config)
+
+    before = torch.get_rng_state()
+    with subject_of_job(job_of(tmp_path), seeding, real=False):
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_more_can_be_told_by_attributes(tmp_path: Path) -> None:
     def loss(module: nn.Module, batch: Any) -> Any:
         return module(batch).sum()
