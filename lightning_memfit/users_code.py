@@ -7,8 +7,8 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, cast
 
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib"))
 
@@ -44,6 +44,8 @@ def used_files(definitions: Iterable[Any]) -> Iterator[str]:
 
 
 def _module_of(value: Any) -> ModuleType | None:
-    if isinstance(value, ModuleType):
-        return value
-    return sys.modules.get(str(getattr(value, "__module__", ""))) if callable(value) else None
+    kind = type(value)  # ``isinstance`` would ask the value, and some of torch's warn when they are asked
+    if issubclass(kind, ModuleType):
+        return cast(ModuleType, value)
+    is_definition = issubclass(kind, (type, FunctionType))
+    return sys.modules.get(str(getattr(value, "__module__", ""))) if is_definition else None
