@@ -14,6 +14,8 @@ from lightning_memfit.plan_file import write_whole
 
 FILE_NAME = "job.json"
 """What a job calls the record of its end."""
+ERROR_FILE = "job_error.txt"
+"""The whole traceback of a job that failed, beside that record."""
 SCHEMA_VERSION = 1
 EndStatus = Literal["completed", "does not fit", "failed"]
 
@@ -44,6 +46,8 @@ class JobEnd:
     """By how much that misses the budget."""
     plan_file: str | None = None
     """The ``plan.yaml`` that the job wrote, from its output folder."""
+    error_file: str | None = None
+    """The traceback of a job that failed, from its output folder."""
     ended_at: str = ""
     """When it ended, in UTC, ISO 8601."""
 
