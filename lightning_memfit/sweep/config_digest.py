@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def digest_of(config: Any) -> str:
@@ -13,6 +16,6 @@ def digest_of(config: Any) -> str:
 
     try:
         text = OmegaConf.to_yaml(config, resolve=False, sort_keys=True)
-    except YAMLError:  # an object, which may be told differently by another process; its job is then run again
-        text = repr(OmegaConf.to_container(config, resolve=False))
+    except YAMLError:  # an object, whose address is another one in another process
+        text = _ADDRESS.sub("", repr(OmegaConf.to_container(config, resolve=False)))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
