@@ -27,6 +27,7 @@ from lightning_memfit.sweep.rows import Row, rows_of
 from lightning_memfit.sweep.subjects import subject_function
 from lightning_memfit.sweep.sweep_file import completed_before, earlier_forecasts, write_sweep, write_table
 from lightning_memfit.sweep.table import COLUMNS_OF_A_FILE, print_table
+from lightning_memfit.sweep.wrong_settings import refuse_wrong_settings
 
 _NO_RECORD = f"it left no {JOB_FILE}: its process was killed, or could not write into its output folder"
 
@@ -63,7 +64,7 @@ def conduct(
 
     Raises:
         SweepError: if jobs failed, once the others are done, and table and files are written.
-        ConfigurationError: if a setting cannot be used, or the folder holds another sweep.
+        ConfigurationError: if a setting of the sweep or of a job cannot be used, or the folder holds another sweep.
     """
     function = subject_function(settings.subject)
     if settings.device is not None:
@@ -80,6 +81,7 @@ def conduct(
     )
     tell(sweep.sweep_dir)
     sweep.begin(config)
+    refuse_wrong_settings(sweep.open_jobs)
     sweep.forecasts.update(
         forecast_jobs(
             sweep.open_jobs,
