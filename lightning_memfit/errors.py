@@ -29,7 +29,7 @@ class UnsupportedError(MemFitError, NotImplementedError):
 
 
 class BatchArithmeticError(ConfigurationError):
-    """The effective batch cannot be formed exactly; the message names the nearest values that can."""
+    """The effective batch cannot be formed exactly, or not be sliced as asked; the message names values that can."""
 
 
 class BatchStructureError(ConfigurationError):

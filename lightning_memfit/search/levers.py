@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.errors import BatchArithmeticError, ConfigurationError
 from lightning_memfit.plan import (
     BatchSplit,
     Candidate,
@@ -162,8 +162,8 @@ def search_space(
         gradients_reason: why gradients cannot be zeroed early; ``None`` if they can.
 
     Raises:
-        ConfigurationError: if ``micro_batch_size`` cannot be had, blocks were asked for and there are none, or 8-bit
-            states were asked for and cannot be had.
+        BatchArithmeticError: if ``micro_batch_size`` cannot be had.
+        ConfigurationError: if blocks were asked for and there are none, or 8-bit states cannot be had.
     """
     samples = whole.loader_batch_size
     if request.micro_batch_size is None:
@@ -212,13 +212,13 @@ def _states(request: PlanRequest, obstacle: str | None) -> tuple[OptimizerStates
 
 def _pinned_count(micro_batch_size: int, samples: int, slicing_reason: str | None) -> int:
     if micro_batch_size > samples:
-        raise ConfigurationError(
+        raise BatchArithmeticError(
             f"micro_batch_size={micro_batch_size} is more than the {samples} samples of the loader's batch. "
             f"Use at most {samples}, or make the loader's batch larger."
         )
     count = -(-samples // micro_batch_size)
     if count > 1 and slicing_reason:
-        raise ConfigurationError(
+        raise BatchArithmeticError(
             f"micro_batch_size={micro_batch_size} would divide the loader's batch of {samples} samples, but "
             f"{slicing_reason.removeprefix('not sliced: ').rstrip('.')}. Use micro_batch_size={samples}"
             f"{', or allow_inexact_slicing=True' if 'allow_inexact_slicing' in slicing_reason else ''}."

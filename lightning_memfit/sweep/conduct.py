@@ -16,8 +16,8 @@ from lightning_memfit.sweep.basic_hydra import sweep_overrides
 from lightning_memfit.sweep.forecasts import forecast_jobs
 from lightning_memfit.sweep.heard import tell
 from lightning_memfit.sweep.job import SweepJob, compose_jobs, varying_overrides
+from lightning_memfit.sweep.job_end import ERROR_FILE, read_job_end
 from lightning_memfit.sweep.job_end import FILE_NAME as JOB_FILE
-from lightning_memfit.sweep.job_end import read_job_end
 from lightning_memfit.sweep.job_forecast import JobForecast, launch_order
 from lightning_memfit.sweep.launching import launch_jobs
 from lightning_memfit.sweep.picture import NAME as PICTURE
@@ -27,6 +27,7 @@ from lightning_memfit.sweep.rows import Row, rows_of
 from lightning_memfit.sweep.subjects import subject_function
 from lightning_memfit.sweep.sweep_file import completed_before, earlier_forecasts, write_sweep, write_table
 from lightning_memfit.sweep.table import COLUMNS_OF_A_FILE, print_table
+from lightning_memfit.sweep.wrong_settings import refuse_wrong_settings
 
 _NO_RECORD = f"it left no {JOB_FILE}: its process was killed, or could not write into its output folder"
 
@@ -63,7 +64,7 @@ def conduct(
 
     Raises:
         SweepError: if jobs failed, once the others are done, and table and files are written.
-        ConfigurationError: if a setting cannot be used, or the folder holds another sweep.
+        ConfigurationError: if a setting of the sweep or of a job cannot be used, or the folder holds another sweep.
     """
     function = subject_function(settings.subject)
     if settings.device is not None:
@@ -80,6 +81,7 @@ def conduct(
     )
     tell(sweep.sweep_dir)
     sweep.begin(config)
+    refuse_wrong_settings(sweep.open_jobs)
     sweep.forecasts.update(
         forecast_jobs(
             sweep.open_jobs,
@@ -156,7 +158,8 @@ class _Sweep:
             self._say(f"if the sweep is stopped, the same command with hydra.sweep.dir={self.sweep_dir} goes on")
         for number in order:
             # What an earlier try left must not be taken for the end of this one.
-            (self.sweep_dir / by_number[number].subdir / JOB_FILE).unlink(missing_ok=True)
+            for name in (JOB_FILE, ERROR_FILE):
+                (self.sweep_dir / by_number[number].subdir / name).unlink(missing_ok=True)
         return [by_number[number] for number in order]
 
     def after_batch(self, jobs: Sequence[SweepJob], problem: str) -> None:
@@ -204,8 +207,12 @@ def _raise_for_failed(rows: Sequence[Row], sweep_dir: Path) -> None:
     failed = [row for row in rows if row.status == "failed"]
     if not failed:
         return
-    lines = "".join(f"\n  - job {row.job.number} ({row.job.words}): {row.reason}" for row in failed)
+    lines = "".join(f"\n  - job {row.job.number} ({row.job.words}): {_why(row, sweep_dir)}" for row in failed)
     raise SweepError(
         f"{len(failed)} of {len(rows)} jobs failed:{lines}\nEverything else is done and written in {sweep_dir}. "
         f"Mend them, and run the same command with hydra.sweep.dir={sweep_dir}: it runs what is not completed."
     )
+
+
+def _why(row: Row, sweep_dir: Path) -> str:
+    return row.reason if row.error_file is None else f"{row.reason} [traceback: {sweep_dir / row.error_file}]"

@@ -16,12 +16,13 @@ from lightning_memfit.application.outcomes import Asked, asked_for, outcome_on
 from lightning_memfit.application.subject import Subject
 from lightning_memfit.batch_tree import batch_size_of
 from lightning_memfit.cache_folder import default_cache_dir
-from lightning_memfit.errors import MemFitError, first_line, is_out_of_memory
+from lightning_memfit.errors import BatchArithmeticError, MemFitError, first_line, is_out_of_memory
 from lightning_memfit.fingerprint import fingerprint_key, fingerprint_of
 from lightning_memfit.plan import PlanRequest
 from lightning_memfit.sweep.job import SweepJob
 from lightning_memfit.sweep.job_forecast import JobForecast, forecast_of
 from lightning_memfit.sweep.subjects import SubjectFunction, subject_of_job, told_settings
+from lightning_memfit.sweep.wrong_settings import batch_is_as_it_will_be, refuse
 from lightning_memfit.units import format_seconds
 
 _REAL_OPTION = "hydra.sweeper.real=true"
@@ -50,13 +51,22 @@ def forecast_jobs(
 
     Returns:
         By the job's number.
+
+    Raises:
+        ConfigurationError: naming the jobs whose batch cannot be divided as they ask, once all are forecast.
     """
     found: dict[int, JobForecast] = {}
     kinds: dict[_Kind, int] = {}
+    wrong: dict[int, str] = {}
     with _progress(len(jobs), words, console) as say:
         for job in jobs:
-            found[job.number] = _forecast(job, device, function, real=real, kinds=kinds, found=found)
+            try:
+                found[job.number] = _forecast(job, device, function, real=real, kinds=kinds, found=found)
+            except BatchArithmeticError as error:
+                wrong[job.number] = f"memfit.{error}"
+                found[job.number] = JobForecast(verdict="cannot tell", reason=first_line(error))
             say(job, found[job.number])
+    refuse(wrong, jobs)
     return found
 
 
@@ -81,8 +91,11 @@ def _forecast(
                 return dataclasses.replace(found[equal], optimizer_steps=steps, same_as=equal, seconds=seconds)
             settings = {"cache_dir": default_cache_dir(), **subject.settings}
             outcome = outcome_on(asked, subject, settings, real_option=_REAL_OPTION)
-    # Whatever cannot be forecast is launched: it is the job's own run that tells.
+    # Whatever cannot be forecast is launched: it is the job's own run that tells. What cannot be run at all is not.
     except Exception as error:
+        is_sure = function is None and batch_is_as_it_will_be(job.config)
+        if isinstance(error, BatchArithmeticError) and is_sure:
+            raise
         seconds = time.perf_counter() - began
         return JobForecast(verdict="cannot tell", reason=_words(error), device=name, seconds=seconds)
     seconds = time.perf_counter() - began

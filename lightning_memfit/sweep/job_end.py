@@ -8,13 +8,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning_memfit.plan_file import write_whole
+from lightning_memfit.sweep.plain_fields import fields_of
 
 FILE_NAME = "job.json"
 """What a job calls the record of its end."""
+ERROR_FILE = "job_error.txt"
+"""The whole traceback of a job that failed, beside that record."""
 SCHEMA_VERSION = 1
+_NOT_FINITE = ("nan", "inf", "-inf")
 EndStatus = Literal["completed", "does not fit", "failed"]
 
 
@@ -44,6 +48,8 @@ class JobEnd:
     """By how much that misses the budget."""
     plan_file: str | None = None
     """The ``plan.yaml`` that the job wrote, from its output folder."""
+    error_file: str | None = None
+    """The traceback of a job that failed, from its output folder."""
     ended_at: str = ""
     """When it ended, in UTC, ISO 8601."""
 
@@ -69,16 +75,14 @@ def job_end_of(data: Any) -> JobEnd | None:
     """What plain data says of a job's end; ``None`` where it is no record of this version."""
     if not isinstance(data, Mapping) or data.get("schema_version") != SCHEMA_VERSION:
         return None
-    known = {field.name: data[field.name] for field in dataclasses.fields(JobEnd) if field.name in data}
-    if known.get("status") not in get_args(EndStatus) or not isinstance(known.get("overrides"), list):
-        return None
-    known["overrides"] = tuple(known["overrides"])
-    if isinstance(known.get("objective"), str):  # JSON has no word for what is not finite
-        known["objective"] = float(known["objective"])
-    try:
-        return JobEnd(**known)
-    except TypeError:
-        return None
+    numbers = {"objective": _read_number(data.get("objective"))}
+    known = fields_of(JobEnd, {**data, **numbers})
+    return None if known is None else JobEnd(**known)
+
+
+def _read_number(value: Any) -> Any:
+    """JSON has no word for what is not finite: it stands there as text."""
+    return float(value) if value in _NOT_FINITE else value
 
 
 def to_json(data: Any) -> str:

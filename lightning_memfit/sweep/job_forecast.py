@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from lightning_memfit.application.outcomes import Outcome, Verdict
+from lightning_memfit.sweep.plain_fields import fields_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +80,8 @@ def forecast_of(outcome: Outcome, *, optimizer_steps: int | None, seconds: float
 
 def forecast_from(data: Any) -> JobForecast | None:
     """What a sweep's file says; ``None`` where it says nothing that can be read."""
-    if not isinstance(data, Mapping) or data.get("verdict") not in get_args(Verdict):
-        return None
-    try:
-        return JobForecast(
-            **{field.name: data[field.name] for field in dataclasses.fields(JobForecast) if field.name in data}
-        )
-    except TypeError:
-        return None
+    known = fields_of(JobForecast, data) if isinstance(data, Mapping) else None
+    return None if known is None else JobForecast(**known)
 
 
 def launch_order(forecasts: Mapping[int, JobForecast]) -> list[int]:

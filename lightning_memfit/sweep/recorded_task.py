@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import numbers
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,12 +17,13 @@ from lightning_memfit.application.left_files import LeftFiles
 from lightning_memfit.errors import NoFeasiblePlanError, PlanFileError, SweepError, first_line
 from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, load_no_fit, no_fit_of, no_fits_heard
 from lightning_memfit.plan_file import FILE_NAME as PLAN_FILE
+from lightning_memfit.plan_file import write_whole
 from lightning_memfit.sweep.config_digest import digest_of
-from lightning_memfit.sweep.job_end import JobEnd, write_job_end
+from lightning_memfit.sweep.job_end import ERROR_FILE, JobEnd, write_job_end
 
 
 class RecordedTask:
-    """Runs a task, and writes ``job.json`` into the job's output folder.
+    """Runs a task, and writes ``job.json`` into the job's output folder; of one that fails also its traceback.
 
     It can be pickled wherever the task can, so that launchers may send it to other processes.
 
@@ -104,7 +107,11 @@ class _Recorded:
                 self._end("completed")
                 return
         words = _words(error)
-        self._end("failed", reason=words)
+        # Hydra keeps an error to itself until somebody asks for what the job returned.
+        logging.getLogger("lightning_memfit.sweep").error("the job failed: %s", words, exc_info=error)
+        text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode("utf-8")
+        write_whole(self._folder / ERROR_FILE, text)
+        self._end("failed", reason=words, error_file=ERROR_FILE)
         if isinstance(error, SystemExit) or not _can_be_sent(error):
             raise SweepError(words) from error
         raise error
@@ -142,6 +149,8 @@ class _Recorded:
             **told,
         )
         write_job_end(self._folder, end)
+        if end.error_file is None:  # that of an earlier try
+            (self._folder / ERROR_FILE).unlink(missing_ok=True)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -158,10 +167,16 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _words(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        before = error.__cause__ or error.__context__
-        why = "" if before is None else f" ({type(before).__name__}: {first_line(before)})"
-        return f"the job ended with exit code {error.code}{why}"
+    """What an error says, and what lies behind it where that tells more: Hydra's error of a call names no cause."""
+    is_exit = isinstance(error, SystemExit)
+    words = f"the job ended with exit code {error.code}" if is_exit else _named(error)  # type: ignore[attr-defined]
+    innermost = list(_chain(error))[-1]
+    if innermost is error or first_line(innermost) in words:
+        return words
+    return f"{words.rstrip(':')} ({_named(innermost)})"
+
+
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -56,6 +56,13 @@ class Row:
         return ""
 
     @property
+    def error_file(self) -> str | None:
+        """The traceback of a job that failed, from the sweep's folder; ``None`` where there is none."""
+        if self.end is None or self.end.error_file is None:
+            return None
+        return f"{self.job.subdir}/{self.end.error_file}"
+
+    @property
     def plan_label(self) -> str | None:
         """The plan that was applied, or else the one that was predicted."""
         if self.measured is not None:
@@ -91,6 +98,7 @@ class Row:
             "folder": self.job.subdir,
             "status": self.status,
             "reason": self.reason,
+            "error_file": self.error_file,
             "verdict": None if forecast is None else forecast.verdict,
             "plan": self.plan_label,
             "device": None if forecast is None else forecast.device,

@@ -22,6 +22,7 @@ from lightning_memfit.sweep.rows import Row, is_end_of, is_of_overrides
 FILE_NAME = "sweep.json"
 TABLE_NAME = "sweep.csv"
 SCHEMA_VERSION = 1
+_MOST_NAMED = 5  # jobs in a message
 
 
 def write_sweep(sweep_dir: Path, rows: Sequence[Row], *, arguments: Sequence[str]) -> Path:
@@ -73,9 +74,9 @@ def completed_before(sweep_dir: Path, jobs: Sequence[SweepJob]) -> set[int]:
     """The numbers of the jobs that an earlier run of the sweep completed: same overrides, same config.
 
     Raises:
-        ConfigurationError: if a job would overwrite the results of another one.
+        ConfigurationError: if a job would overwrite the results of another one, or its own under another config.
     """
-    done = set()
+    done, changed = set(), []
     for job in jobs:
         end = read_job_end(sweep_dir / job.subdir)
         if end is None or end.status != "completed":
@@ -88,7 +89,22 @@ def completed_before(sweep_dir: Path, jobs: Sequence[SweepJob]) -> set[int]:
             )
         if is_end_of(job, end):
             done.add(job.number)
+        else:
+            changed.append(job)
+    if changed:
+        raise ConfigurationError(_changed_words(sweep_dir, changed, num_jobs=len(jobs)))
     return done
+
+
+def _changed_words(sweep_dir: Path, changed: Sequence[SweepJob], *, num_jobs: int) -> str:
+    named = ", ".join(f"{job.number} ({job.words})" for job in changed[:_MOST_NAMED])
+    more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+    return (
+        f"hydra.sweep.dir={str(sweep_dir)!r} holds completed results of another config: {len(changed)} of {num_jobs} "
+        f"jobs have the same overrides as before, and something else in their config has changed: {named}{more}. "
+        "Running them would overwrite these results. Set another hydra.sweep.dir, take the change back, or delete the "
+        "folders of these jobs to run them anew."
+    )
 
 
 def earlier_forecasts(sweep_dir: Path, jobs: Sequence[SweepJob]) -> dict[int, JobForecast]:
@@ -98,10 +114,14 @@ def earlier_forecasts(sweep_dir: Path, jobs: Sequence[SweepJob]) -> dict[int, Jo
         entries = list(content["jobs"]) if content["schema_version"] == SCHEMA_VERSION else []
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    told = {_identity(entry): forecast_from(entry.get("forecast")) for entry in entries if isinstance(entry, Mapping)}
+    told = {_identity(entry): forecast_from(entry.get("forecast")) for entry in entries if _is_readable(entry)}
     found = {job.number: told.get((job.overrides, job.config_digest)) for job in jobs}
     return {number: forecast for number, forecast in found.items() if forecast is not None}
 
 
+def _is_readable(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and isinstance(entry.get("overrides"), list)
+
+
 def _identity(entry: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-    return tuple(str(each) for each in entry.get("overrides") or ()), str(entry.get("config_digest"))
+    return tuple(str(each) for each in entry["overrides"]), str(entry.get("config_digest"))

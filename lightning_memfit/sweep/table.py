@@ -105,6 +105,8 @@ def _end(row: Row) -> Text:
     text = Text(status, style=_STYLES.get(row.status, ""))
     if row.reason:
         text.append(f": {row.reason}", style="default")
+    if row.error_file:
+        text.append(f" [{row.error_file}]", style="default")
     return text
 
 

@@ -77,6 +77,15 @@ def test_settings_that_cannot_be_used_end_the_sweep_before_it_begins(
     assert not (tmp_path / "swept").exists()
 
 
+def test_a_job_with_a_setting_that_cannot_be_used_ends_the_sweep_before_any_forecast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"job 1 \(memfit.budget=lots\): memfit.budget='lots'"):
+        swept(tmp_path, Refused(), "memfit.budget=64MiB,lots", device="t4", subject=f"{__name__}.Square")
+    assert "forecast" not in capsys.readouterr().out
+
+
 def test_a_sweep_of_which_nothing_fits_launches_nothing_and_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,9 @@ def test_every_job_ends_in_a_record_and_failed_ones_are_named_at_the_end(
     assert ran.column("objective") == [4.0, None, None, None, None, 9.0]
     assert [ran.read(f"{number}/job.json")["number"] for number in range(6)] == [0, 1, 2, 3, 4, 5]
     assert "SweepError: 2 of 6 jobs failed:" in ran.err
-    assert "job 1 (task=fails): ValueError: the data is missing" in ran.err
+    told = "job 1 (task=fails): ValueError: the data is missing [traceback: swept/1/job_error.txt]"
+    assert told in ran.err
+    assert "ValueError: the data is missing" in (ran.folder / "1" / "job_error.txt").read_text()
     assert ran.err.rindex("SweepError") > 0 and "6 jobs: 2 completed, 2 failed, 2 does not fit" in ran.out
 
 

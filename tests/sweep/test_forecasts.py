@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 
 from lightning_memfit.application.outcomes import asked_for
 from lightning_memfit.application.subject import Subject
+from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.sweep import forecasts
 from lightning_memfit.sweep.forecasts import forecast_jobs
 from lightning_memfit.sweep.job import compose_jobs
@@ -138,6 +141,29 @@ def test_what_is_not_foreseen_does_not_end_the_sweep(tmp_path: Path, monkeypatch
     monkeypatch.setattr(forecasts, "outcome_on", broken)
     found, _ = forecast_all(tmp_path, ("width=8",))
     assert found[0].verdict == "cannot tell" and found[0].reason == "its forecast raised KeyError: 'lost'"
+
+
+def test_a_batch_that_cannot_be_divided_as_asked_is_refused_once_all_are_forecast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def subject_of_job(job: Any, function: Any, *, real: bool) -> Iterator[Subject]:
+        square = Square(job.config)
+        settings = {"effective_batch_size": 4, "micro_batch_size": job.config.memfit.get("micro_batch_size")}
+        yield Subject(
+            words="", module=square.module, batch=square.batch, loss=square.loss, optimizer=torch.optim.SGD,
+            on_meta=False, settings=settings,
+        )  # fmt: skip
+
+    monkeypatch.setattr(forecasts, "subject_of_job", subject_of_job)
+    jobs = [("+model={a:1}", each) for each in ("width=8", "+memfit.micro_batch_size=8", "width=16")]
+    text = "job 1 (+model={a:1} +memfit.micro_batch_size=8): memfit.micro_batch_size=8 is more than the 4 samples"
+    with pytest.raises(ConfigurationError) as raised:
+        forecast_all(tmp_path, *jobs, function=None)
+    assert str(raised.value).startswith(f"No job is launched: 1 of 3 have settings that MemFit cannot use. {text}")
+    # Of the user's own function it is not known whether a job's batch is of the same size.
+    found, _ = forecast_all(tmp_path, *jobs)
+    assert [found[number].verdict for number in range(3)] == ["fits", "cannot tell", "fits"]
 
 
 def test_in_a_terminal_a_bar_shows_what_is_done_and_left(tmp_path: Path) -> None:

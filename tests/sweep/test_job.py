@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.sweep.basic_hydra import sweep_overrides
+from lightning_memfit.sweep.config_digest import digest_of
 from lightning_memfit.sweep.job import compose_jobs, varying_overrides
 from tests.sweep.conftest import composing
 from tests.sweep.rowmaking import job
@@ -28,6 +30,16 @@ def test_a_config_is_told_by_its_values_and_not_by_where_it_runs(tmp_path: Path)
         first, second, other = compose_jobs(config, [("a=1",), ("a=1", "hydra.verbose=true"), ("a=2",)], loader)
     assert first.config_digest == second.config_digest != other.config_digest
     assert len(first.config_digest) == 16
+
+
+def test_an_object_that_yaml_cannot_tell_is_not_told_by_where_it_lies_in_memory() -> None:
+    from omegaconf import OmegaConf
+
+    def with_an_object() -> object:
+        return OmegaConf.create({"a": threading.Lock()}, flags={"allow_objects": True})
+
+    kept = [with_an_object(), with_an_object()]  # both alive: their addresses differ
+    assert digest_of(kept[0]) == digest_of(kept[1])
 
 
 def test_jobs_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:

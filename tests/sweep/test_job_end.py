@@ -35,6 +35,16 @@ def test_an_objective_that_is_not_finite_is_kept_in_json_that_everyone_can_read(
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("plan_file", 5), ("overrides", 5), ("overrides", [5]), ("seconds", "2"), ("budget_bytes", 1.5), ("number", True)],
+)
+def test_a_record_that_was_damaged_by_hand_is_none(tmp_path: Path, name: str, value: object) -> None:
+    path = write_job_end(tmp_path, END)
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    assert read_job_end(tmp_path) is None
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",

@@ -35,6 +35,9 @@ def test_a_forecast_comes_back_from_plain_data() -> None:
     assert forecast_from(dataclasses.asdict(forecast())) == forecast()
 
 
-@pytest.mark.parametrize("data", [None, [], {"verdict": "perhaps", "reason": ""}, {"verdict": "fits"}])
+DAMAGED = {**dataclasses.asdict(forecast()), "predicted_peak_bytes": "50"}
+
+
+@pytest.mark.parametrize("data", [None, [], {"verdict": "perhaps", "reason": ""}, {"verdict": "fits"}, DAMAGED])
 def test_what_is_no_forecast_is_none(data: object) -> None:
     assert forecast_from(data) is None

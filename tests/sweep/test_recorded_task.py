@@ -92,6 +92,40 @@ def test_an_error_is_recorded_and_raised_as_it_is(run: Run, tmp_path: Path) -> N
     assert (ended(tmp_path).status, ended(tmp_path).reason) == ("failed", "ValueError: the data is missing")
 
 
+def test_the_whole_traceback_of_a_failed_job_is_in_its_folder_and_in_its_log(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def instantiates(config: Any) -> None:
+        try:
+            raise TypeError("Net() got an unexpected argument 'wdith'")
+        except TypeError as error:
+            raise ValueError("Error in call to target 'net.Net':\nTypeError(...)") from error
+
+    with pytest.raises(ValueError):
+        run(instantiates)
+    cause = "TypeError: Net() got an unexpected argument 'wdith'"
+    assert ended(tmp_path).reason == f"ValueError: Error in call to target 'net.Net' ({cause})"
+    assert ended(tmp_path).error_file == "job_error.txt"
+    text = (tmp_path / "7" / "job_error.txt").read_text()
+    for told in (text, caplog.text):
+        assert cause in told and "in instantiates" in told and "direct cause" in told
+    # A later try that ends well takes it away.
+    run(lambda config: 1.0)
+    assert ended(tmp_path).error_file is None and not (tmp_path / "7" / "job_error.txt").exists()
+
+
+def test_a_cause_that_the_error_itself_tells_is_not_told_twice(run: Run, tmp_path: Path) -> None:
+    def wraps(config: Any) -> None:
+        try:
+            raise KeyError("lost")
+        except KeyError as error:
+            raise ValueError(f"the model raised KeyError: {error}") from error
+
+    with pytest.raises(ValueError):
+        run(wraps)
+    assert ended(tmp_path).reason == "ValueError: the model raised KeyError: 'lost'"
+
+
 NO_FIT = NoFeasiblePlanError("No plan fits the budget.\nBudget: ...", budget_bytes=100, best_peak_bytes=130)
 
 

@@ -14,7 +14,7 @@ from tests.sweep.rowmaking import end, forecast, job, measured, row
 
 def rows() -> list[Row]:
     completed = end(job(0, "model.width=8", "a=1"), objective=0.12345678, seconds=12.3)
-    failed = end(job(2, "model.width=32", "a=1"), "failed", reason="ValueError: [red]x")
+    failed = end(job(2, "model.width=32", "a=1"), "failed", reason="ValueError: [red]x", error_file="job_error.txt")
     return [
         row(0, "model.width=8", "a=1", forecast=forecast(seconds=1.5), end=completed, measured=measured()),
         row(1, "model.width=16", "a=1", forecast=forecast(peak_mib=120, same_as=0)),
@@ -39,6 +39,7 @@ def test_every_job_has_a_line_with_what_was_predicted_and_measured() -> None:
     assert "as job 0" in second and "left out: 20 MiB too" in second
     # Text of an error is not read as markup.
     assert "[red]x" in " ".join(lines)
+    assert "[2/job_error.txt]" in " ".join(lines)
     assert any("by an earlier" in line for line in lines)
     assert not any("a=1" in line for line in lines)
 
