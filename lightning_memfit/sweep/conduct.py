@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ from lightning_memfit.sweep.subjects import subject_function
 from lightning_memfit.sweep.sweep_file import completed_before, earlier_forecasts, write_sweep, write_table
 from lightning_memfit.sweep.table import COLUMNS_OF_A_FILE, print_table
 from lightning_memfit.sweep.wrong_settings import refuse_wrong_settings
+
+_SECONDS_BETWEEN_WRITES = 5.0  # while forecasting: each write looks into the folders of all jobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,8 @@ def conduct(
     tell(sweep.sweep_dir)
     sweep.begin(config)
     refuse_wrong_settings(sweep.open_jobs)
-    sweep.forecasts.update(
+    returns = []
+    try:
         forecast_jobs(
             sweep.open_jobs,
             words=sweep.words,
@@ -95,10 +99,8 @@ def conduct(
             function=function,
             real=settings.real,
             console=sweep.console,
+            note=sweep.after_forecast,
         )
-    )
-    returns = []
-    try:
         to_launch = sweep.planned()
         if to_launch:
             returns = launch_jobs(
@@ -126,6 +128,7 @@ class _Sweep:
     done_before: set[int] = field(default_factory=set)
     forecasts: dict[int, JobForecast] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
+    written_at: float = field(default_factory=time.monotonic)
 
     @property
     def words(self) -> dict[int, str]:
@@ -148,10 +151,16 @@ class _Sweep:
             OmegaConf.save(config, self.sweep_dir / "multirun.yaml")
         except OSError as error:
             raise ConfigurationError(
-                f"hydra.sweep.dir={str(self.sweep_dir)!r} cannot be written to: {error}. Name a folder that can."
+                f"hydra.sweep.dir={str(self.sweep_dir)!r} cannot be written to: {error}. Name another folder."
             ) from error
         if self.done_before:
             self._say(done_before_words(len(self.done_before), len(self.jobs), self.sweep_dir))
+
+    def after_forecast(self, job: SweepJob, forecast: JobForecast) -> None:
+        """Keep it; write how far the sweep is now and then, so that one that is killed meanwhile leaves something."""
+        self.forecasts[job.number] = forecast
+        if time.monotonic() - self.written_at >= _SECONDS_BETWEEN_WRITES:
+            self.write()
 
     def planned(self) -> list[SweepJob]:
         """The jobs to launch, in that order; says what is left out, and why."""
@@ -190,6 +199,7 @@ class _Sweep:
         )
 
     def write(self) -> None:
+        self.written_at = time.monotonic()
         write_sweep(self.sweep_dir, self.rows(), arguments=self.arguments)
 
     def end(self) -> list[Row]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.errors import ConfigurationError, SweepError
+from lightning_memfit.sweep import conduct as conducting
 from lightning_memfit.sweep.conduct import Settings, conduct
 from lightning_memfit.sweep.job import compose_jobs
 from lightning_memfit.sweep.job_end import JobEnd, write_job_end
@@ -110,10 +111,48 @@ def test_a_sweep_that_the_user_stops_says_how_far_it_came(
     assert [job["status"] for job in jobs] == ["not run", "not run"]
 
 
+class StoppedAt16(Square):
+    """Square, of which making a wide one takes so long that the user stops the sweep."""
+
+    def __init__(self, config: Any) -> None:
+        if config.width == 16:
+            raise KeyboardInterrupt
+        super().__init__(config)
+
+
+def test_a_sweep_that_the_user_stops_while_jobs_are_forecast_leaves_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        swept(
+            tmp_path, Refused(), "width=2048,16", "memfit.budget=24MiB", device="t4", subject=f"{__name__}.StoppedAt16"
+        )
+    jobs = json.loads((tmp_path / "swept" / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["left out", "not run"]
+    assert "2 jobs: 1 left out, 1 not run" in capsys.readouterr().out
+
+
+def test_how_far_a_sweep_is_with_its_forecasts_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(conducting, "_SECONDS_BETWEEN_WRITES", 0.0)
+    written = []
+    monkeypatch.setattr(conducting, "write_sweep", lambda folder, rows, **named: written.append(known(rows)))
+
+    def known(rows: Any) -> int:
+        return sum(row.forecast is not None for row in rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        swept(tmp_path, Stopped(), "width=8,16", device="t4", subject=f"{__name__}.Square")
+    assert written[:2] == [1, 2]
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "swept").write_text("a file")
-    with pytest.raises(ConfigurationError, match=r"hydra.sweep.dir='swept' cannot be written to: .* Name a folder"):
+    with pytest.raises(ConfigurationError, match=r"hydra.sweep.dir='swept' cannot be written to: .* Name another"):
         swept(tmp_path, Refused(), "width=8", device="t4", subject=f"{__name__}.Square")
 
 
