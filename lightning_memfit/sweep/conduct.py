@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,13 @@ from lightning_memfit.sweep.job_end import ERROR_FILE, read_job_end
 from lightning_memfit.sweep.job_end import FILE_NAME as JOB_FILE
 from lightning_memfit.sweep.job_forecast import JobForecast, launch_order
 from lightning_memfit.sweep.launching import launch_jobs
+from lightning_memfit.sweep.messages import (
+    counted_jobs,
+    done_before_words,
+    failed_words,
+    no_forecast_words,
+    no_record_words,
+)
 from lightning_memfit.sweep.picture import NAME as PICTURE
 from lightning_memfit.sweep.picture import write_picture
 from lightning_memfit.sweep.recorded_task import RecordedTask
@@ -29,7 +37,7 @@ from lightning_memfit.sweep.sweep_file import completed_before, earlier_forecast
 from lightning_memfit.sweep.table import COLUMNS_OF_A_FILE, print_table
 from lightning_memfit.sweep.wrong_settings import refuse_wrong_settings
 
-_NO_RECORD = f"it left no {JOB_FILE}: its process was killed, or could not write into its output folder"
+_SECONDS_BETWEEN_WRITES = 5.0  # while forecasting: each write looks into the folders of all jobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,8 @@ def conduct(
     tell(sweep.sweep_dir)
     sweep.begin(config)
     refuse_wrong_settings(sweep.open_jobs)
-    sweep.forecasts.update(
+    returns = []
+    try:
         forecast_jobs(
             sweep.open_jobs,
             words=sweep.words,
@@ -90,10 +99,8 @@ def conduct(
             function=function,
             real=settings.real,
             console=sweep.console,
+            note=sweep.after_forecast,
         )
-    )
-    returns = []
-    try:
         to_launch = sweep.planned()
         if to_launch:
             returns = launch_jobs(
@@ -105,7 +112,8 @@ def conduct(
             )
     finally:  # also where the user stops the sweep
         rows = sweep.end()
-    _raise_for_failed(rows, sweep.sweep_dir)
+    if failed := failed_words(rows, sweep.sweep_dir):
+        raise SweepError(failed)
     return returns
 
 
@@ -120,6 +128,7 @@ class _Sweep:
     done_before: set[int] = field(default_factory=set)
     forecasts: dict[int, JobForecast] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
+    written_at: float = field(default_factory=time.monotonic)
 
     @property
     def words(self) -> dict[int, str]:
@@ -137,13 +146,21 @@ class _Sweep:
         self.done_before = completed_before(self.sweep_dir, self.jobs)
         before = earlier_forecasts(self.sweep_dir, self.jobs)
         self.forecasts = {number: before[number] for number in self.done_before if number in before}
-        self.sweep_dir.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config, self.sweep_dir / "multirun.yaml")
+        try:
+            self.sweep_dir.mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(config, self.sweep_dir / "multirun.yaml")
+        except OSError as error:
+            raise ConfigurationError(
+                f"hydra.sweep.dir={str(self.sweep_dir)!r} cannot be written to: {error}. Name another folder."
+            ) from error
         if self.done_before:
-            self._say(
-                f"{len(self.done_before)} of {len(self.jobs)} jobs were completed by an earlier run in "
-                f"{self.sweep_dir}; the other {len(self.open_jobs)} are run now"
-            )
+            self._say(done_before_words(len(self.done_before), len(self.jobs), self.sweep_dir))
+
+    def after_forecast(self, job: SweepJob, forecast: JobForecast) -> None:
+        """Keep it; write how far the sweep is now and then, so that one that is killed meanwhile leaves something."""
+        self.forecasts[job.number] = forecast
+        if time.monotonic() - self.written_at >= _SECONDS_BETWEEN_WRITES:
+            self.write()
 
     def planned(self) -> list[SweepJob]:
         """The jobs to launch, in that order; says what is left out, and why."""
@@ -154,7 +171,10 @@ class _Sweep:
             if number not in order:
                 self._say(f"left out: job {number}, {self.forecasts[number].reason} ({self.words[number]})")
         if order:
-            self._say(f"launching {len(order)} of {len(self.jobs)} jobs, cheapest first: {', '.join(map(str, order))}")
+            if warning := no_forecast_words(self.forecasts[number] for number in by_number):
+                self._say(warning, style="bold red")
+            named = ", ".join(map(str, order))
+            self._say(f"launching {len(order)} of {counted_jobs(len(self.jobs))}, cheapest first: {named}")
             self._say(f"if the sweep is stopped, the same command with hydra.sweep.dir={self.sweep_dir} goes on")
         for number in order:
             # What an earlier try left must not be taken for the end of this one.
@@ -166,7 +186,7 @@ class _Sweep:
         """Keep what went wrong with jobs that left no record, and write how far the sweep is."""
         for job in jobs:
             if read_job_end(self.sweep_dir / job.subdir) is None:
-                self.problems[job.number] = f"{_NO_RECORD} ({problem})" if problem else _NO_RECORD
+                self.problems[job.number] = no_record_words(problem, batch_size=len(jobs))
         self.write()
 
     def rows(self) -> list[Row]:
@@ -179,6 +199,7 @@ class _Sweep:
         )
 
     def write(self) -> None:
+        self.written_at = time.monotonic()
         write_sweep(self.sweep_dir, self.rows(), arguments=self.arguments)
 
     def end(self) -> list[Row]:
@@ -194,25 +215,10 @@ class _Sweep:
             self._say(why_not)
         return rows
 
-    def _say(self, words: str) -> None:
-        self.console.print(words, markup=False, highlight=False, soft_wrap=True)
+    def _say(self, words: str, style: str | None = None) -> None:
+        self.console.print(words, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _console() -> Console:
     console = Console(file=sys.stdout)
     return console if console.is_terminal else Console(file=sys.stdout, width=COLUMNS_OF_A_FILE)
-
-
-def _raise_for_failed(rows: Sequence[Row], sweep_dir: Path) -> None:
-    failed = [row for row in rows if row.status == "failed"]
-    if not failed:
-        return
-    lines = "".join(f"\n  - job {row.job.number} ({row.job.words}): {_why(row, sweep_dir)}" for row in failed)
-    raise SweepError(
-        f"{len(failed)} of {len(rows)} jobs failed:{lines}\nEverything else is done and written in {sweep_dir}. "
-        f"Mend them, and run the same command with hydra.sweep.dir={sweep_dir}: it runs what is not completed."
-    )
-
-
-def _why(row: Row, sweep_dir: Path) -> str:
-    return row.reason if row.error_file is None else f"{row.reason} [traceback: {sweep_dir / row.error_file}]"

@@ -38,6 +38,7 @@ def forecast_jobs(
     function: SubjectFunction | None,
     real: bool,
     console: Console,
+    note: _Say = lambda job, forecast: None,
 ) -> dict[int, JobForecast]:
     """Forecast every job.
 
@@ -48,6 +49,7 @@ def forecast_jobs(
         function: makes what a job trains; ``None`` makes it of the config.
         real: make modules for real, not on ``meta``.
         console: shows how far it is: a bar in a terminal, and lines anywhere else.
+        note: is told each job's forecast as soon as it is made.
 
     Returns:
         By the job's number.
@@ -65,6 +67,7 @@ def forecast_jobs(
             except BatchArithmeticError as error:
                 wrong[job.number] = f"memfit.{error}"
                 found[job.number] = JobForecast(verdict="cannot tell", reason=first_line(error))
+            note(job, found[job.number])
             say(job, found[job.number])
     refuse(wrong, jobs)
     return found

@@ -26,6 +26,8 @@ class SweepJob:
     """Stands for its whole config, the ``hydra`` part left out."""
     config: Any = field(repr=False)
     """The config that was composed, with its ``hydra`` part."""
+    no_fit_value: float | None = None
+    """The job's objective where no plan fits, under ``memfit.on_no_fit=value``; ``None`` for none."""
 
     @property
     def words(self) -> str:
@@ -78,7 +80,22 @@ def _composed(number: int, overrides: Sequence[str], sweep_config: Any, config_l
             subdir=str(config.hydra.sweep.subdir),
             config_digest=digest_of(own),
             config=config,
+            no_fit_value=_no_fit_value(own),
         )
+
+
+def _no_fit_value(config: Any) -> float | None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        memfit = OmegaConf.to_container(OmegaConf.select(config, "memfit"), resolve=True)
+    except (OmegaConfBaseException, ValueError):  # none, or one that cannot be resolved here
+        return None
+    if not isinstance(memfit, dict) or memfit.get("on_no_fit") != "value":
+        return None
+    value = memfit.get("no_fit_value")
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def varying_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:

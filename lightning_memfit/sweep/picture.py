@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "trained, throughput predicted": {"marker": "o", "edgecolors": _BLUE, "facecolors": "none"},
     "left out, throughput predicted": {"marker": "X", "color": _RED},
     "did not fit when it ran, throughput predicted": {"marker": "s", "edgecolors": _RED, "facecolors": "none"},
+    "failed, throughput measured": {"marker": "D", "color": _GREY},
     "failed, throughput predicted": {"marker": "D", "edgecolors": _GREY, "facecolors": "none"},
 }
 """What marks mean, and how they are drawn."""
@@ -80,15 +81,12 @@ def _point(row: Row) -> Iterator[Point]:
         return
     measured = None if row.measured is None else row.measured.measured_samples_per_second
     predicted = None if forecast is None else forecast.predicted_samples_per_second
-    is_trained = row.status == "completed"
-    speed = measured if is_trained and measured is not None else predicted
+    is_measured = row.status in ("completed", "failed") and measured is not None
+    speed = measured if is_measured else predicted
     if speed is None or row.status == "not run":
         return
-    if is_trained:
-        kind = f"trained, throughput {'predicted' if measured is None else 'measured'}"
-    else:
-        words = {"left out": "left out", "does not fit": "did not fit when it ran", "failed": "failed"}[row.status]
-        kind = f"{words}, throughput predicted"
+    words = {"completed": "trained", "does not fit": "did not fit when it ran"}.get(row.status, row.status)
+    kind = f"{words}, throughput {'measured' if is_measured else 'predicted'}"
     yield Point(row=row, percent=100 * peak / budget, samples_per_second=speed, kind=kind)
 
 

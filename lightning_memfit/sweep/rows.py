@@ -56,6 +56,13 @@ class Row:
         return ""
 
     @property
+    def objective(self) -> float | None:
+        """What a completed job returned, or what ``memfit.no_fit_value`` puts in its place where none fits."""
+        if self.status in NOT_FITTING:
+            return self.job.no_fit_value
+        return None if self.end is None else self.end.objective
+
+    @property
     def error_file(self) -> str | None:
         """The traceback of a job that failed, from the sweep's folder; ``None`` where there is none."""
         if self.end is None or self.end.error_file is None:
@@ -113,7 +120,7 @@ class Row:
             "predicted_training_seconds": None if forecast is None else forecast.predicted_training_seconds,
             "forecast_seconds": None if forecast is None else forecast.seconds,
             "job_seconds": None if end is None else end.seconds,
-            "objective": None if end is None else end.objective,
+            "objective": self.objective,
             "forecast_of_job": None if forecast is None else forecast.same_as,
             "from_before": self.from_before,
         }

@@ -38,8 +38,9 @@ def subject_function(path: str | None) -> SubjectFunction | None:
     try:
         found = get_object(path)
     except Exception as error:
+        words = " ".join(str(error).split())  # in one line: it is the last one of what the user sees
         raise ConfigurationError(
-            f"{_ASKED}={path!r} cannot be imported: {error}. Write package.module.function, and run where that package "
+            f"{_ASKED}={path!r} cannot be imported: {words} Write package.module.function, and run where that package "
             "can be imported."
         ) from error
     if not callable(found):
@@ -63,8 +64,8 @@ def subject_of_job(job: SweepJob, function: SubjectFunction | None, *, real: boo
             with random_state_kept():
                 yield _made_by(function, config, job)
             return
-        source = f"job {job.number}"
-        with subject_of_config(config, words=job.words, source=source, otherwise=_OTHERWISE, real=real) as subject:
+        # Not its number: what cannot be told of all jobs for one reason is said once.
+        with subject_of_config(config, words=job.words, source="this job", otherwise=_OTHERWISE, real=real) as subject:
             yield subject
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_memfit._version import __version__
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan_file import write_whole
+from lightning_memfit.sweep.config_changes import changes_words
 from lightning_memfit.sweep.job import SweepJob
 from lightning_memfit.sweep.job_end import read_job_end, to_json
 from lightning_memfit.sweep.job_forecast import JobForecast, forecast_from
@@ -99,9 +100,11 @@ def completed_before(sweep_dir: Path, jobs: Sequence[SweepJob]) -> set[int]:
 def _changed_words(sweep_dir: Path, changed: Sequence[SweepJob], *, num_jobs: int) -> str:
     named = ", ".join(f"{job.number} ({job.words})" for job in changed[:_MOST_NAMED])
     more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+    changes = changes_words(changed[0].config, sweep_dir / changed[0].subdir)
+    told = f" Of job {changed[0].number}, {changes}." if changes else ""
     return (
         f"hydra.sweep.dir={str(sweep_dir)!r} holds completed results of another config: {len(changed)} of {num_jobs} "
-        f"jobs have the same overrides as before, and something else in their config has changed: {named}{more}. "
+        f"jobs have the same overrides as before, and something else in their config has changed: {named}{more}.{told} "
         "Running them would overwrite these results. Set another hydra.sweep.dir, take the change back, or delete the "
         "folders of these jobs to run them anew."
     )

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lightning_memfit.sweep.job import varying_overrides
 from lightning_memfit.sweep.job_forecast import JobForecast
+from lightning_memfit.sweep.messages import counted_jobs
 from lightning_memfit.sweep.rows import Row
 from lightning_memfit.units import format_bytes, format_seconds
 
@@ -73,14 +74,13 @@ def count_words(rows: Sequence[Row]) -> str:
     parts = [f"{count} {status}" for status, count in counts.items()]
     if before:
         parts.append(f"{before} of them by an earlier run")
-    return f"{len(rows)} jobs: {', '.join(parts)}"
+    return f"{counted_jobs(len(rows))}: {', '.join(parts)}"
 
 
 def _cells(row: Row) -> dict[str, str]:
     """What is known of a job, by the names of :data:`_COLUMNS`."""
     measured, forecast, end = row.measured, row.forecast, row.end
     speed = None if measured is None else measured.measured_samples_per_second
-    objective = None if end is None else end.objective
     texts = (
         row.plan_label or _UNKNOWN,
         _bytes(row.predicted_peak_bytes),
@@ -89,7 +89,7 @@ def _cells(row: Row) -> dict[str, str]:
         _UNKNOWN if speed is None else f"{speed:.4g}",
         _forecast_took(forecast),
         _seconds(None if end is None else end.seconds),
-        _UNKNOWN if objective is None else f"{objective:.5g}",
+        _UNKNOWN if row.objective is None else f"{row.objective:.5g}",
     )
     return dict(zip(_COLUMNS, texts, strict=True))
 
@@ -103,7 +103,10 @@ def _forecast_took(forecast: JobForecast | None) -> str:
 def _end(row: Row) -> Text:
     status = f"{row.status}, by an earlier run" if row.from_before else row.status
     text = Text(status, style=_STYLES.get(row.status, ""))
-    if row.reason:
+    if row.status == "completed" and row.reason:
+        # What a job did tells more than why that was not known before; files have the whole reason.
+        text.append(": could not be told before", style="default")
+    elif row.reason:
         text.append(f": {row.reason}", style="default")
     if row.error_file:
         text.append(f" [{row.error_file}]", style="default")

@@ -12,8 +12,15 @@ from lightning_memfit.sweep.rows import Row
 from lightning_memfit.units import MIB
 
 
-def job(number: int, *overrides: str, config_digest: str = "d") -> SweepJob:
-    return SweepJob(number=number, overrides=overrides, subdir=str(number), config_digest=config_digest, config=None)
+def job(number: int, *overrides: str, config_digest: str = "d", no_fit_value: float | None = None) -> SweepJob:
+    return SweepJob(
+        number=number,
+        overrides=overrides,
+        subdir=str(number),
+        config_digest=config_digest,
+        config=None,
+        no_fit_value=no_fit_value,
+    )
 
 
 def forecast(peak_mib: int = 50, budget_mib: int = 100, **more: Any) -> JobForecast:

@@ -42,6 +42,24 @@ def test_an_object_that_yaml_cannot_tell_is_not_told_by_where_it_lies_in_memory(
     assert digest_of(kept[0]) == digest_of(kept[1])
 
 
+@pytest.mark.parametrize(
+    ("memfit", "value"),
+    [
+        ("{on_no_fit: value, no_fit_value: 9}", 9.0),
+        ("{on_no_fit: skip}", None),
+        ("{on_no_fit: value, no_fit_value: high}", None),  # refused elsewhere
+        ("{on_no_fit: value, no_fit_value: '${oc.env:ONLY_WHERE_THE_JOB_RUNS}'}", None),
+        ("true", None),
+    ],
+)
+def test_what_stands_for_the_objective_where_none_fits_is_read_from_the_config(
+    tmp_path: Path, memfit: str, value: float | None
+) -> None:
+    with composing(tmp_path / "conf", f"{CONFIG}\nmemfit: {memfit}") as (config, loader):
+        (only,) = compose_jobs(config, [("a=1",)], loader)
+    assert only.no_fit_value == value
+
+
 def test_jobs_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:
     with (
         composing(tmp_path / "conf", CONFIG, "hydra.sweep.subdir=same") as (config, loader),

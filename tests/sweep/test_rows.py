@@ -42,6 +42,16 @@ def test_predicted_numbers_stay_beside_measured_ones() -> None:
     assert found["missing_bytes"] is None
 
 
+def test_where_none_fits_the_objective_is_what_the_user_puts_in_its_place() -> None:
+    valued, skipped = job(0, no_fit_value=9.0), job(0)
+    left_out = forecast(peak_mib=120)
+    assert row(0, job=valued, forecast=left_out).to_dict()["objective"] == 9.0
+    assert row(0, job=valued, forecast=forecast(), end=end(valued, "does not fit")).objective == 9.0
+    assert row(0, job=skipped, forecast=left_out).objective is None
+    assert row(0, job=valued, forecast=forecast(), end=end(valued, objective=1.5)).objective == 1.5
+    assert row(0, job=valued, forecast=forecast(), end=end(valued, "failed")).objective is None
+
+
 def test_a_record_of_another_job_in_the_folder_is_not_taken_for_its_end(tmp_path: Path) -> None:
     write_job_end(tmp_path / "0", end(job(0, "a=1", config_digest="other")))
     write_job_end(tmp_path / "1", end(job(1, "a=2")))

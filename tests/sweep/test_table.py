@@ -64,5 +64,22 @@ def test_columns_of_which_nothing_is_known_are_left_out() -> None:
     assert "predicted" in text and "measured" not in text and "objective" not in text
 
 
+def test_of_a_completed_job_a_long_reason_why_it_was_not_forecast_is_left_to_the_files() -> None:
+    unknown = JobForecast(verdict="cannot tell", reason="no model")
+    text = "\n".join(printed(some=[row(0, "a=1", forecast=unknown, end=end(job(0))), row(1, "a=2", forecast=unknown)]))
+    assert "completed: could not be told before" in text
+    assert text.count("no model") == 1 and "not run: cannot tell: no model" in text
+
+
+def test_the_objective_of_a_job_that_was_left_out_is_what_stands_for_it() -> None:
+    left_out = row(1, "a=2", forecast=forecast(peak_mib=120), job=job(1, "a=2", no_fit_value=1e9))
+    (line,) = (line for line in printed(some=[row(0, "a=1"), left_out]) if " a=2 " in line)
+    assert "1e+09" in line
+
+
+def test_one_job_is_not_called_several() -> None:
+    assert count_words([row(0)]) == "1 job: 1 not run"
+
+
 def test_the_jobs_of_each_status_are_counted() -> None:
     assert count_words(rows()) == "4 jobs: 2 completed, 1 left out, 1 failed, 1 of them by an earlier run"
