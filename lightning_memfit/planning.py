@@ -194,7 +194,7 @@ class Planning:
             device=self.prepared.device,
             budget=self.prepared.budget,
             notes=(
-                *self._notes,
+                *(note for note in self._notes if note != _CORRECTED),  # nothing is forecast
                 f"{origin}, so that nothing was searched",
                 *harmless_differences(known, self.fingerprint),
             ),

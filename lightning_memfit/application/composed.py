@@ -24,6 +24,7 @@ from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.cache_folder import cache_directory
 from lightning_memfit.config import MemFitConfig, memfit_arguments
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.hardware.torch_driver import TorchDriver
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.search.batch_arithmetic import resolve_loader
 from lightning_memfit.validate.splittable import has_train_mode_batch_norm
@@ -96,11 +97,21 @@ def subject_of_config(
 
 
 def device_of(config: Any) -> str | None:
-    """What a config says to forecast for, by its ``hardware`` group; ``None`` where it says nothing."""
+    """What a config says to forecast for, by its ``hardware`` group; ``None`` where it says nothing.
+
+    A Trainer on the CPU of a machine that has a GPU is forecast for the host.
+    """
     from omegaconf import OmegaConf
 
     device = OmegaConf.select(config, "hardware.device")
+    if device in (None, "local") and OmegaConf.select(config, "trainer.accelerator") == "cpu" and has_gpu():
+        return "cpu"
     return None if device is None else str(device)
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a GPU that torch can use."""
+    return TorchDriver().device_count() > 0
 
 
 @contextmanager

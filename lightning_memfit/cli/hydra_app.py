@@ -6,6 +6,7 @@ Hydra is imported where it is needed.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -46,11 +47,20 @@ def run_hydra_app(job: Callable[[Any], Any], *, folder: Path, name: str, words: 
     from omegaconf import errors
 
     register_configs()
-    main = hydra.main(config_path=str(folder), config_name=name, version_base="1.3")(job)
+    began: list[bool] = []
+
+    @functools.wraps(job)
+    def watched(config: Any) -> Any:
+        began.append(True)
+        return job(config)
+
+    main = hydra.main(config_path=str(folder), config_name=name, version_base="1.3")(watched)
     with _as_the_process_of(program, words), _full_errors():
         try:
             main()
         except (HydraException, errors.OmegaConfBaseException) as error:
+            if began:  # then it is the job's, such as that of a constructor
+                raise
             raise ConfigurationError(composition_words(error, f"{folder.name}/{name}")) from error
 
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_memfit.application import composed
 from lightning_memfit.application.composed import subject_of_config
 
 
@@ -57,3 +58,21 @@ def test_the_optimizer_steps_of_the_whole_run_are_known_where_it_has_an_end(
     )
     with subject_of_config(config, words="a model", source="a test", otherwise="do not", real=False) as subject:
         assert subject.optimizer_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("config", "has_gpu", "device"),
+    [
+        ({}, True, None),
+        ({"hardware": {"device": "t4"}, "trainer": {"accelerator": "cpu"}}, True, "t4"),
+        ({"hardware": {"device": "local"}, "trainer": {"accelerator": "cpu"}}, True, "cpu"),
+        ({"trainer": {"accelerator": "cpu"}}, True, "cpu"),
+        ({"trainer": {"accelerator": "cpu"}}, False, None),
+        ({"hardware": {"device": "local"}, "trainer": {"accelerator": "gpu"}}, True, "local"),
+    ],
+)
+def test_what_is_forecast_for_is_what_the_config_says_and_where_its_trainer_trains(
+    config: dict[str, Any], has_gpu: bool, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composed, "has_gpu", lambda: has_gpu)
+    assert composed.device_of(OmegaConf.create(config)) == device

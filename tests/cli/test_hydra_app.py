@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import InstantiationException
 
 from lightning_memfit.cli.hydra_app import composition_words, run_hydra_app
 from lightning_memfit.errors import ConfigurationError
@@ -50,6 +51,14 @@ def test_what_the_job_raises_is_raised_and_nothing_stays_behind(folder: Path) ->
     with pytest.raises(KeyError, match="its own"):
         run_hydra_app(job, folder=folder, name="config", words=[], program="memfit")
     assert (sys.argv, dict(os.environ)) == (argv, environment)
+
+
+def test_an_error_of_hydra_that_the_job_raises_is_none_of_composition(folder: Path) -> None:
+    def job(config: object) -> None:
+        raise InstantiationException("Error in call to target 'their.Model'")
+
+    with pytest.raises(InstantiationException):
+        run_hydra_app(job, folder=folder, name="config", words=[], program="memfit")
 
 
 @pytest.mark.parametrize(
