@@ -307,10 +307,10 @@ def test_loaders_with_workers_that_stay_leave_no_file_open(make_trainer: MakeTra
     fit()  # once for what the process keeps after its first worker
     before = open_files()
     children = psutil.Process().children()  # such as a server of other tests
-    fit()
-    fit()
-    assert open_files() == before
-    assert psutil.Process().children() == children
+    for _ in range(4):
+        fit()
+    assert open_files() <= before + 2, "a file for each fit would be seen; what others open is let pass"
+    assert set(psutil.Process().children()) <= set(children)
 
 
 def test_what_other_processes_take_or_free_meanwhile_is_not_counted(
