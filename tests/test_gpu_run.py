@@ -168,6 +168,7 @@ def test_the_probing_process_has_left_the_gpu_when_it_is_looked_at_and_when_plan
     monkeypatch.setattr(session._probers, "close", lambda: done.append("closed"))
     monkeypatch.setattr(fit_session, "Proving", prove)
     monkeypatch.setattr(session, "_rates_doubted", lambda plan, measurement: plan)
+    monkeypatch.setattr(session, "_remember", lambda planning, plan: None)
     session._planning, session.plan = SimpleNamespace(prepared=prepared), plan  # type: ignore[assignment]
     session.prove(lambda *_: None, lambda _: None)
     assert done == ["left", "looked at", "left", "ran", "closed"]

@@ -49,9 +49,6 @@ def require_every_value(config: Any) -> None:
     """
     from omegaconf import OmegaConf
 
-    for part, what in (("model", "a LightningModule"), ("data", "a LightningDataModule"), ("trainer", "a Trainer")):
-        if config.get(part) is None:
-            raise ConfigurationError(f"The config has no {part!r}, from which {what} is made. Add it.")
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigurationError(
@@ -59,10 +56,17 @@ def require_every_value(config: Any) -> None:
         )
 
 
+def _require_parts(config: Any) -> None:
+    for part, what in (("model", "a LightningModule"), ("data", "a LightningDataModule"), ("trainer", "a Trainer")):
+        if config.get(part) is None:
+            raise ConfigurationError(f"The config has no {part!r}, from which {what} is made. Add it.")
+
+
 def _train(config: Any, *, in_sweep: bool) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.utils import instantiate
 
+    _require_parts(config)
     require_every_value(config)
     if config.get("seed") is not None:
         seed_everything(config.seed, workers=True, verbose=False)

@@ -174,9 +174,10 @@ def rows(folder: Path) -> dict[str, list[list[Any]]]:
 
 
 def files(folder: Path) -> list[str]:
-    """Every file below a folder, MemFit's own ``plan.yaml`` apart."""
+    """Every file below a folder, MemFit's own plan and report apart."""
+    own = ("plan.yaml", "memfit_report.txt")
     return sorted(
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != "plan.yaml"
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in own
     )
 
 
