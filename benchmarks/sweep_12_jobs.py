@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -69,7 +70,9 @@ class JobResult:
     forecast_seconds: float | None
     """What its forecast took before the launch."""
     job_seconds: float | None
-    """What the launched job took: planning, warm-up and training."""
+    """What the launched job took: planning, warm-up and training; not known under Hydra's own sweeper."""
+    planning_seconds: float | None
+    """What plan and proof took of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,7 @@ def _jobs_of_memfit(folder: Path) -> Iterator[JobResult]:
             for name in (
                 "number", "reason", "missing_bytes", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes",
                 "measured_samples_per_second", "forecast_seconds", "job_seconds",
+                "planning_seconds",
             )
         }  # fmt: skip
         yield JobResult(outcome=outcome, overrides=words, **copied)
@@ -166,7 +170,7 @@ def _jobs_of_hydra(folder: Path) -> Iterator[JobResult]:
         outcome = "trained" if measured is not None and told is None else "failed" if told is None else "does not fit"
         yield JobResult(
             number=number,
-            overrides="",
+            overrides=_swept_overrides(folder / str(number)),
             outcome=outcome,
             reason="" if told is None else told.reason.partition("\n")[0],
             missing_bytes=None if told is None else told.missing_bytes,
@@ -176,7 +180,13 @@ def _jobs_of_hydra(folder: Path) -> Iterator[JobResult]:
             measured_samples_per_second=None if measured is None else measured.measured_samples_per_second,
             forecast_seconds=None,
             job_seconds=None,
+            planning_seconds=None if measured is None else measured.planning_seconds,
         )
+
+
+def _swept_overrides(folder: Path) -> str:
+    kept = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+    return " ".join(each for each in kept if each.partition("=")[0] in _swept_keys())
 
 
 def copy_pictures(folder: Path, target: Path) -> None:
@@ -229,6 +239,7 @@ def as_json(results: Sequence[SweepResult], machine: Machine) -> dict[str, Any]:
                 "left_out": len(result.numbers("left out")),
                 "forecast_seconds": result.total("forecast_seconds"),
                 "job_seconds": result.total("job_seconds"),
+                "planning_seconds": result.total("planning_seconds"),
             }
             for result in results
         ],
@@ -251,13 +262,22 @@ def as_markdown(results: Sequence[SweepResult], machine: Machine) -> str:
     return "\n".join([*lines, "", machine.caption, ""])
 
 
-_HEADERS = ("predicted peak", "budget", "too much by", "measured peak", "samples/s", "forecast", "job")
+_HEADERS = (
+    "predicted peak",
+    "budget",
+    "too much by",
+    "measured peak",
+    "samples/s",
+    "forecast",
+    "job",
+    "of it plan and proof",
+)
 
 
 def _cells(job: JobResult) -> tuple[str, ...]:
     sizes = (job.predicted_peak_bytes, job.budget_bytes, job.missing_bytes, job.measured_peak_bytes)
     speed = job.measured_samples_per_second
-    seconds = (job.forecast_seconds, job.job_seconds)
+    seconds = (job.forecast_seconds, job.job_seconds, job.planning_seconds)
     return (
         str(job.number),
         job.overrides,
@@ -270,9 +290,13 @@ def _cells(job: JobResult) -> tuple[str, ...]:
 
 def _words(result: SweepResult) -> str:
     forecasts, jobs = result.total("forecast_seconds"), result.total("job_seconds")
+    planning = result.total("planning_seconds")
     parts = [f"{len(result.numbers('trained'))} of {len(result.jobs)} jobs trained in {result.seconds:.0f} s"]
     if forecasts is not None and jobs is not None:
         parts.append(f"forecasts {forecasts:.0f} s, launched jobs {jobs:.0f} s")
+    if planning is not None:
+        rest = "" if jobs is None else f", the rest of them, training among it, {jobs - planning:.0f} s"
+        parts.append(f"plans and proofs within jobs {planning:.0f} s{rest}")
     return f"{'; '.join(parts)}."
 
 

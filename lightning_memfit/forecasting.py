@@ -35,11 +35,11 @@ from lightning_memfit.probers import GpuProber, gpu_prober
 from lightning_memfit.search.checkpointing import Recomputable, recomputable
 from lightning_memfit.search.levers import TIERS, SearchSpace, search_space
 from lightning_memfit.search.planner import search_plan
+from lightning_memfit.settings import plan_request
 from lightning_memfit.targets import CudaTarget, FormulaProber, Prober, target_of
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.timeline import Timeline
 from lightning_memfit.trace.training_step import LossFunction, OptimizerFactory, program_of
-from lightning_memfit.units import parse_bytes
 from lightning_memfit.validate.splittable import batch_norm_obstacle
 
 
@@ -252,15 +252,15 @@ def make_plans(
     Raises:
         ConfigurationError: if a setting cannot be used.
     """
-    request = PlanRequest(
+    request = plan_request(
         effective_batch_size=effective_batch_size,
-        budget=None if budget == "auto" else parse_bytes(budget, setting="budget"),
-        headroom=None if headroom == "auto" else 0 if headroom == 0 else parse_bytes(headroom, setting="headroom"),
-        precision=None if precision == "auto" else precision,  # type: ignore[arg-type]  # checked by PlanRequest
-        activation_checkpointing=_checkpointing_request(activation_checkpointing),
-        optimizer_states=optimizer_states,  # type: ignore[arg-type]
-        optimizer_implementation=optimizer_implementation,  # type: ignore[arg-type]
-        micro_batch_size=micro_batch_size,
+        budget=budget,
+        headroom=headroom,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
+        optimizer_states=optimizer_states,
+        optimizer_implementation=optimizer_implementation,
+        micro_batch_size="auto" if micro_batch_size is None else micro_batch_size,
     )
     whole = _undivided(batch, effective_batch_size)
     if isinstance(devices, str):
@@ -410,17 +410,6 @@ def _recomputable(module: nn.Module, request: PlanRequest, whole: BatchSplit, fo
     return recomputable(module, asked, seen)
 
 
-def _checkpointing_request(value: str | Sequence[str]) -> Any:
-    if value in ("auto", "none", "blocks"):
-        return value
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        raise ConfigurationError(
-            f"activation_checkpointing={value!r} is not known. Choose one of: 'auto', 'none', 'blocks', or patterns of "
-            "module names, such as ('blocks.*',)."
-        )
-    return tuple(value)
-
-
 def _one_candidate(
     precision: Precision,
     activation_checkpointing: str | Sequence[str],
@@ -444,12 +433,12 @@ def _one_candidate(
             raise ConfigurationError(
                 f"{name}='auto' leaves a choice, and a forecast is of one setting. Name one, or let make_plan choose."
             )
-    return PlanRequest(
+    return plan_request(
         precision=precision,
-        activation_checkpointing=_checkpointing_request(activation_checkpointing),
+        activation_checkpointing=activation_checkpointing,
         optimizer_states=optimizer_states,
         optimizer_implementation=optimizer_implementation,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size="auto" if micro_batch_size is None else micro_batch_size,
     )
 
 

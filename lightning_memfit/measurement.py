@@ -60,6 +60,16 @@ EVALUATION_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecondsSpent:
+    """What MemFit took of a run before its first step, in wall-clock seconds."""
+
+    planning: float
+    """Looking at data and device, and searching; also waiting for an equal run that does."""
+    proving: float
+    """The warm-up, with all plans that it ran; 0 where none ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What the memory warm-up measured at the final settings."""
 

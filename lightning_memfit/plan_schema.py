@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, cast
 
 from lightning_memfit.errors import ConfigurationError, PlanFileError
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.measurement import Measurement
+from lightning_memfit.measurement import Measurement, SecondsSpent
 from lightning_memfit.plan import (
     CATEGORIES,
     PHASES,
@@ -31,7 +31,7 @@ from lightning_memfit.plan import (
 )
 from lightning_memfit.plan_file import WAY_OUT, parse_plain, plain_data, read_plain, to_yaml, write_whole
 
-BESIDE_THE_PLAN = ("measured", "versions", "written_at")
+BESIDE_THE_PLAN = ("measured", "seconds_spent", "versions", "written_at")
 """What the record of a run holds beside the plan's fields."""
 
 _MOST = 2**63 - 1
@@ -94,6 +94,19 @@ def load_measurement(path: str | Path) -> Measurement | None:
     if isinstance(measured, Mapping):  # the record repeats the larger of the two peaks
         measured = {name: value for name, value in measured.items() if name != "measured_peak_bytes"}
     return cast(Measurement, _Reader(str(path)).read(Measurement, measured, "measured"))
+
+
+def load_seconds_spent(path: str | Path) -> SecondsSpent | None:
+    """Read what MemFit took of a run, from its record; ``None`` if that does not say.
+
+    Raises:
+        PlanFileError: as :func:`load_plan` does.
+    """
+    data = read_plain(Path(path))
+    spent = data.get("seconds_spent") if isinstance(data, Mapping) else None
+    if spent is None:
+        return None
+    return cast(SecondsSpent, _Reader(str(path)).read(SecondsSpent, spent, "seconds_spent"))
 
 
 def save_plan(plan: Plan, path: str | Path) -> Path:

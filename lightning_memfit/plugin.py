@@ -12,8 +12,10 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,7 @@ from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.cache_folder import cache_directory
 from lightning_memfit.errors import MemFitError, NoFeasiblePlanError
 from lightning_memfit.fit_session import FitSession
+from lightning_memfit.measurement import SecondsSpent
 from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_of, tell_fits, tell_no_fit
 from lightning_memfit.plan import Measurement, Plan
 from lightning_memfit.plan_file import FILE_NAME
@@ -187,6 +190,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._trainer: Any = None
         self._session: FitSession | None = None
         self._warm_up: Any = None
+        self._spent: SecondsSpent | None = None
         super().__init__(self._make_delegate(Precision.__module__.partition(".plugins.")[0], "cpu"))
 
     def __repr__(self) -> str:
@@ -279,7 +283,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         )
         try:
             with self._status() as announce:
+                began = time.monotonic()
                 self.plan = session.make_plan(announce, self._given_plan, resumed_checkpoint(trainer))
+                self._spent = SecondsSpent(planning=time.monotonic() - began, proving=0.0)
             if self.request.mode == "report":
                 session.install_loader()
                 self._record(trainer)
@@ -299,8 +305,11 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if session is None or self.measured is not None:
             return
         try:
+            began = time.monotonic()
             with self._not_fitting_is_a_result(trainer), self._status() as announce:
                 session.prove(self._report_replanned, announce)
+            if self._spent is not None:
+                self._spent = replace(self._spent, proving=time.monotonic() - began)
         except Exception as error:
             self._name_the_batch(error)
             raise
@@ -351,8 +360,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def _record(self, trainer: Any) -> None:
         if self.plan is None:
             return
-        plan, measured = self.plan, self.measured
-        self._write(trainer, lambda folder: write_record(plan, measured, folder), FILE_NAME)
+        plan, measured, spent = self.plan, self.measured, self._spent
+        self._write(trainer, lambda folder: write_record(plan, measured, folder, spent=spent), FILE_NAME)
 
     def _write(self, trainer: Any, write: Callable[[str], object], name: str) -> None:
         """Write a file where the run's logs are; the run goes on where that fails."""

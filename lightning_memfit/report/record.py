@@ -15,6 +15,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from lightning_memfit._version import __version__
+from lightning_memfit.measurement import SecondsSpent
 from lightning_memfit.no_fit import NO_FIT_FILE, NoFit, no_fit_record
 from lightning_memfit.plan import Measurement, Plan
 from lightning_memfit.plan_file import FILE_NAME, to_yaml, write_whole
@@ -26,15 +27,18 @@ REPORT_FILE = "memfit_report.txt"
 _LIGHTNING = ("lightning", "pytorch-lightning")
 
 
-def write_record(plan: Plan, measurement: Measurement | None, directory: str | Path) -> str:
+def write_record(
+    plan: Plan, measurement: Measurement | None, directory: str | Path, *, spent: SecondsSpent | None = None
+) -> str:
     """Write ``plan.yaml`` and the report into ``directory``, each whole or not at all, and return the path of the plan.
 
     The file holds the fields of :meth:`Plan.to_dict`, so that ``Plan.load`` reads it, and beside them ``measured``
-    (``null`` without a warm-up), ``versions`` and ``written_at`` (UTC, ISO 8601).
+    (``null`` without a warm-up), ``seconds_spent``, ``versions`` and ``written_at`` (UTC, ISO 8601).
 
     Args:
         plan: the plan.
         measurement: what its warm-up measured; ``None`` if none ran.
+        spent: what planning and proving took; ``None`` if that is not known.
         directory: made if it does not exist; an earlier plan in it is replaced. Also a URL of a file system that
             fsspec knows, such as ``"s3://bucket/run"``, as Lightning takes them.
 
@@ -45,6 +49,7 @@ def write_record(plan: Plan, measurement: Measurement | None, directory: str | P
     content = {
         **plan.to_dict(),
         "measured": None if measurement is None else _measured(measurement),
+        "seconds_spent": None if spent is None else dataclasses.asdict(spent),
         "versions": _versions(),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }

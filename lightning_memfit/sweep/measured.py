@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_memfit.errors import PlanFileError
-from lightning_memfit.plan_schema import load_measurement, load_plan
+from lightning_memfit.plan_schema import load_measurement, load_plan, load_seconds_spent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,8 @@ class Measured:
     """Most allocated bytes while training or evaluating; ``None`` where no warm-up ran."""
     measured_step_seconds: float | None
     """Wall-clock seconds of one optimizer step."""
+    planning_seconds: float | None = None
+    """Wall-clock seconds that MemFit took for plan and proof; ``None`` where the record does not say."""
 
     @property
     def measured_samples_per_second(self) -> float | None:
@@ -36,6 +38,7 @@ def measured_in(plan_file: Path) -> Measured | None:
     """Read what a job measured; ``None`` where the file cannot be read."""
     try:
         plan, measurement = load_plan(plan_file), load_measurement(plan_file)
+        spent = load_seconds_spent(plan_file)
     except PlanFileError:
         return None
     return Measured(
@@ -45,4 +48,5 @@ def measured_in(plan_file: Path) -> Measured | None:
         effective_batch_size=plan.split.effective_batch_size,
         measured_peak_bytes=None if measurement is None else measurement.measured_peak_bytes,
         measured_step_seconds=None if measurement is None else measurement.measured_step_seconds,
+        planning_seconds=None if spent is None else spent.planning + spent.proving,
     )

@@ -189,5 +189,5 @@ def _can_be_sent(error: BaseException) -> bool:
     """Whether a launcher can send an error to another process; one that breaks there takes the other jobs with it."""
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:
+    except Exception:  # pickling runs code of the error's own class, which may raise anything
         return False

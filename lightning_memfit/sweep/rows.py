@@ -63,6 +63,13 @@ class Row:
         return None if self.end is None else self.end.objective
 
     @property
+    def other_seconds(self) -> float | None:
+        """What the job took beside plan and proof: making model and data, training, validation, checkpoints."""
+        planning = None if self.measured is None else self.measured.planning_seconds
+        took = None if self.end is None else self.end.seconds
+        return None if took is None or planning is None else took - planning
+
+    @property
     def error_file(self) -> str | None:
         """The traceback of a job that failed, from the sweep's folder; ``None`` where there is none."""
         if self.end is None or self.end.error_file is None:
@@ -120,6 +127,8 @@ class Row:
             "predicted_training_seconds": None if forecast is None else forecast.predicted_training_seconds,
             "forecast_seconds": None if forecast is None else forecast.seconds,
             "job_seconds": None if end is None else end.seconds,
+            "planning_seconds": None if measured is None else measured.planning_seconds,
+            "other_seconds": self.other_seconds,
             "objective": self.objective,
             "forecast_of_job": None if forecast is None else forecast.same_as,
             "from_before": self.from_before,

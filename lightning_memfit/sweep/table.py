@@ -28,6 +28,7 @@ _COLUMNS = {
     "samples/s\nmeasured": 95,
     "forecast\ntook": 115,
     "job\ntook": 115,
+    "of it plan\nand proof": 140,
     "objective": 0,
 }
 """What is told of each job, and the width in characters from which there is room for it."""
@@ -64,7 +65,9 @@ def print_table(rows: Sequence[Row], *, console: Console) -> None:
             console.print(table)
         for line in drawn.get().splitlines():
             console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
-    console.print(count_words(rows), markup=False, highlight=False, soft_wrap=True)
+    for words in (count_words(rows), seconds_words(rows)):
+        if words is not None:
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def count_words(rows: Sequence[Row]) -> str:
@@ -75,6 +78,19 @@ def count_words(rows: Sequence[Row]) -> str:
     if before:
         parts.append(f"{before} of them by an earlier run")
     return f"{counted_jobs(len(rows))}: {', '.join(parts)}"
+
+
+def seconds_words(rows: Sequence[Row]) -> str | None:
+    """Seconds of planning against those of the rest, in one line; ``None`` where no job tells them."""
+    planned = [row.measured.planning_seconds for row in rows if row.measured is not None]
+    within, others = [each for each in planned if each is not None], [row.other_seconds for row in rows]
+    if not within:
+        return None
+    forecasts = sum(row.forecast.seconds for row in rows if row.forecast is not None)
+    return (
+        f"forecasts took {format_seconds(forecasts)}, plans and proofs within jobs {format_seconds(sum(within))}, the "
+        f"rest of these jobs, training among it, {format_seconds(sum(each for each in others if each is not None))}"
+    )
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -89,6 +105,7 @@ def _cells(row: Row) -> dict[str, str]:
         _UNKNOWN if speed is None else f"{speed:.4g}",
         _forecast_took(forecast),
         _seconds(None if end is None else end.seconds),
+        _seconds(None if measured is None else measured.planning_seconds),
         _UNKNOWN if row.objective is None else f"{row.objective:.5g}",
     )
     return dict(zip(_COLUMNS, texts, strict=True))

@@ -39,6 +39,7 @@ def result(sweeper: str = "memfit", left_out: str = "left out", exit_code: int =
             measured_samples_per_second=None if number < 4 else 100.0,
             forecast_seconds=2.0,
             job_seconds=None if number < 4 else 5.0,
+            planning_seconds=None if number < 4 else 2.0,
         )
         for number in range(12)
     )
@@ -68,8 +69,12 @@ def test_the_json_has_the_sums_and_the_markdown_every_job() -> None:
     assert (sweep["trained"], sweep["left_out"], sweep["forecast_seconds"], sweep["job_seconds"]) == (8, 4, 24.0, 40.0)
     assert content["missed"] == [] and content["machine"]["date"] == machine.date
     text = as_markdown([result()], machine)
-    assert "| 3 | model.d_model=3 | left out | 19.00 MiB | 20.00 MiB | 1.000 MiB |  |  | 2.0 s |  |" in text
-    assert "8 of 12 jobs trained in 90 s; forecasts 24 s, launched jobs 40 s." in text
+    assert "| 3 | model.d_model=3 | left out | 19.00 MiB | 20.00 MiB | 1.000 MiB |  |  | 2.0 s |  |  |" in text
+    # 8 plans and proofs of 2 s.
+    assert (
+        "8 of 12 jobs trained in 90 s; forecasts 24 s, launched jobs 40 s; plans and proofs within jobs 16 s, the rest "
+        "of them, training among it, 24 s." in text
+    )
 
 
 def test_a_folder_of_memfits_sweeper_is_read_from_its_file(tmp_path: Path) -> None:
@@ -85,9 +90,12 @@ def test_a_folder_of_memfits_sweeper_is_read_from_its_file(tmp_path: Path) -> No
 
 
 def test_a_folder_of_hydras_own_sweeper_is_read_from_what_jobs_left(tmp_path: Path) -> None:
-    (tmp_path / "1").mkdir()
+    for number in range(12):
+        (tmp_path / str(number) / ".hydra").mkdir(parents=True)
+        (tmp_path / str(number) / ".hydra" / "overrides.yaml").write_text(f"- trainer=cpu\n- model.d_model={number}\n")
     (tmp_path / "1" / "no_fit.yaml").write_text(to_yaml(no_fit_record(NO_FIT)))
     found = list(_jobs_of_hydra(tmp_path))
     assert len(found) == 12
     assert [each.outcome for each in found[:2]] == ["failed", "does not fit"]
+    assert found[7].overrides == "model.d_model=7"
     assert (found[1].reason, found[1].budget_bytes, found[1].missing_bytes) == ("too large", 10, 5)

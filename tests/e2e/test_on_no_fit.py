@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit import ConfigurationError, MemFit, NoFeasiblePlanError, objective
 from lightning_memfit.no_fit import load_no_fit
+from lightning_memfit.plan_schema import load_seconds_spent
 from lightning_memfit.upstream import NAMESPACES
 from lightning_memfit.validate import warmup
 
@@ -128,6 +129,8 @@ def test_the_next_fit_of_the_same_plugin_starts_anew(make_trainer: MakeTrainer, 
     (tmp_path / "no_fit.yaml").write_text("schema_version: 1\n")  # of an earlier run in the same folder
     trainer.fit(Line(), loader(), loader())
     assert plugin.no_fit is None and plugin.plan is not None
+    spent = load_seconds_spent(tmp_path / "plan.yaml")
+    assert spent is not None and spent.planning > 0 and spent.proving > 0
     assert not (tmp_path / "no_fit.yaml").exists()
     assert (tmp_path / "memfit_report.txt").read_text().startswith("MemFit plan")
     assert objective(trainer, "val_loss") == float(trainer.callback_metrics["val_loss"])

@@ -14,8 +14,10 @@ import yaml
 
 from lightning_memfit._version import __version__
 from lightning_memfit.errors import PlanFileError
+from lightning_memfit.measurement import SecondsSpent
 from lightning_memfit.no_fit import NoFit, load_no_fit
 from lightning_memfit.plan import Measurement, Plan
+from lightning_memfit.plan_schema import load_seconds_spent
 from lightning_memfit.report.record import write_no_fit, write_record
 from lightning_memfit.report.table import report_text
 
@@ -119,6 +121,17 @@ def test_a_file_that_is_no_plan_is_left_alone(plan: Plan, measurement: Measureme
     with pytest.raises(FileExistsError, match="is no file of MemFit's"):
         write_record(plan, measurement, tmp_path)
     assert (tmp_path / "plan.yaml").read_text() == "mine: 1\n"
+
+
+def test_what_planning_took_is_recorded_and_read_back(plan: Plan, tmp_path: Path) -> None:
+    spent = SecondsSpent(planning=1.5, proving=0.25)
+    assert load_seconds_spent(write_record(plan, None, tmp_path, spent=spent)) == spent
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+    assert load_seconds_spent(write_record(plan, None, tmp_path)) is None
+    assert load_seconds_spent(plan.save(tmp_path / "saved.yaml")) is None
+    (tmp_path / "plan.yaml").write_text("seconds_spent: {planning: -1, proving: 0}\n")
+    with pytest.raises(PlanFileError, match=r"seconds_spent\.planning is -1"):
+        load_seconds_spent(tmp_path / "plan.yaml")
 
 
 def test_the_report_is_beside_the_plan_as_it_was_printed(plan: Plan, measurement: Measurement, tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from lightning_memfit.sweep.job_forecast import JobForecast
 from lightning_memfit.sweep.rows import Row
-from lightning_memfit.sweep.table import COLUMNS_OF_A_FILE, count_words, print_table
+from lightning_memfit.sweep.table import COLUMNS_OF_A_FILE, count_words, print_table, seconds_words
 from tests.sweep.rowmaking import end, forecast, job, measured, row
 
 
@@ -83,3 +84,23 @@ def test_one_job_is_not_called_several() -> None:
 
 def test_the_jobs_of_each_status_are_counted() -> None:
     assert count_words(rows()) == "4 jobs: 2 completed, 1 left out, 1 failed, 1 of them by an earlier run"
+
+
+def test_seconds_of_planning_stand_against_the_rest() -> None:
+    one, two = job(0, "a=1"), job(1, "a=2")
+    some = [
+        Row(
+            job=one,
+            forecast=forecast(seconds=2.0),
+            end=end(one, seconds=10.0),
+            measured=replace(measured(), planning_seconds=3.0),
+        ),
+        Row(job=two, forecast=forecast(seconds=0.5), end=end(two, seconds=6.0), measured=measured()),
+    ]
+    # 2 + 0.5 of forecasts; of the one job that tells, 3 of 10.
+    assert some[0].other_seconds == 7.0 and some[1].other_seconds is None
+    assert seconds_words(some) == (
+        "forecasts took 2.5 s, plans and proofs within jobs 3 s, the rest of these jobs, training among it, 7 s"
+    )
+    assert seconds_words(some[1:]) is None
+    assert some[0].to_dict()["planning_seconds"] == 3.0
