@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from lightning_memfit.cli.arguments import DOES_NOT_FIT, FITS
+from lightning_memfit.cli.fit_command import _sweep_code
 from lightning_memfit.no_fit import NoFit, no_fit_record
 from lightning_memfit.plan_file import to_yaml
+from lightning_memfit.sweep.sweep_file import write_sweep
+from tests.sweep.rowmaking import end, forecast, job, row
 
 ROOT = Path(__file__).parents[2]
 Memfit = Callable[..., Any]
@@ -103,3 +107,12 @@ def test_a_completion_script_knows_every_command(memfit: Memfit) -> None:
         ran = memfit("completion", shell)
         assert ran.code == 0
         assert all(command in ran.out for command in ("plan", "fit", "sweep", "explain", "hardware"))
+
+
+def test_a_sweep_of_which_no_job_was_trained_does_not_fit(tmp_path: Path) -> None:
+    trained, left_out = row(0, forecast=forecast(), end=end(job(0))), row(1, forecast=forecast(peak_mib=120))
+    write_sweep(tmp_path, [left_out], arguments=[])
+    assert _sweep_code([tmp_path]) == DOES_NOT_FIT
+    write_sweep(tmp_path, [trained, left_out], arguments=[])
+    assert _sweep_code([tmp_path]) == FITS
+    assert _sweep_code([]) == FITS, "another sweeper tells nothing"

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memfit import MemFit, NoFeasiblePlanError, Plan, fit_session, planning
+from lightning_memfit import MemFit, NoFeasiblePlanError, Plan, fit_session, planning, preparation
 from lightning_memfit.kept_plans import KeptPlan
 from lightning_memfit.plan import Candidate, Forecast
 from lightning_memfit.plan_schema import load_plan
@@ -103,6 +104,45 @@ def test_a_learning_rate_makes_no_other_run_and_what_changes_memory_does(
     assert EQUAL not in fit(make_trainer, budget="25KiB").notes, "another budget"
     assert EQUAL not in fit(make_trainer, activation_checkpointing="none").notes
     assert EQUAL in fit(make_trainer, num_profiled_steps=3).notes
+
+
+@pytest.mark.parametrize(("factor", "is_used"), [(0.96, True), (1.04, True), (0.9, False), (1.1, False)])
+def test_what_the_device_leaves_may_differ_a_little_from_that_of_an_equal_run(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, factor: float, is_used: bool
+) -> None:
+    fit(make_trainer, budget="auto")
+    form_budget = preparation.form_budget
+
+    def other(*arguments: Any, **settings: Any) -> Any:
+        budget = form_budget(*arguments, **settings)
+        return replace(budget, budget_bytes=round(budget.budget_bytes * factor))
+
+    monkeypatch.setattr(preparation, "form_budget", other)
+    # What a host leaves moves by itself, but not by a hundredth between two fits.
+    assert (EQUAL in fit(make_trainer, budget="auto").notes) is is_used
+
+
+def test_the_wait_for_an_equal_run_is_no_part_of_the_planning_time(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    alone, postpone = KeptPlan.alone, planning.Planning.postpone
+
+    @contextmanager
+    def waiting(kept: KeptPlan) -> Iterator[str | None]:
+        time.sleep(0.05)
+        with alone(kept) as note:
+            yield note
+
+    def seen(planned: Any, seconds: float) -> None:
+        before = planned._deadline
+        postpone(planned, seconds)
+        waits.append(planned._deadline - before)
+
+    monkeypatch.setattr(KeptPlan, "alone", waiting)
+    monkeypatch.setattr(planning.Planning, "postpone", seen)
+    fit(make_trainer, planning_seconds=1000.0)
+    assert len(waits) == 1 and waits[0] >= 0.04
 
 
 def test_without_a_cache_nothing_is_kept(make_trainer: MakeTrainer, searches: list[int]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memfit import ConfigurationError, MemFit, NoFeasiblePlanError, objective
-from lightning_memfit.no_fit import load_no_fit
+from lightning_memfit.no_fit import load_no_fit, no_fits_heard
 from lightning_memfit.plan_schema import load_seconds_spent
 from lightning_memfit.upstream import NAMESPACES
 from lightning_memfit.validate import warmup
@@ -134,6 +134,14 @@ def test_the_next_fit_of_the_same_plugin_starts_anew(make_trainer: MakeTrainer, 
     assert not (tmp_path / "no_fit.yaml").exists()
     assert (tmp_path / "memfit_report.txt").read_text().startswith("MemFit plan")
     assert objective(trainer, "val_loss") == float(trainer.callback_metrics["val_loss"])
+
+
+def test_of_several_runs_in_one_place_the_last_one_counts(make_trainer: MakeTrainer) -> None:
+    with no_fits_heard() as heard:
+        make_trainer(MemFit(budget=TOO_SMALL, on_no_fit="skip", **AS_IT_IS)).fit(Line(), loader())
+        assert len(heard) == 1
+        make_trainer(MemFit(budget="1MiB", on_no_fit="skip", **AS_IT_IS)).fit(Line(), loader())
+        assert heard == []
 
 
 def test_an_objective_that_was_not_logged_is_named_with_those_that_were(make_trainer: MakeTrainer) -> None:
