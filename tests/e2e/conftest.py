@@ -11,8 +11,9 @@ import lightning
 import pytest
 
 from lightning_memfit import MemFit, planning, preparation
-from lightning_memfit.hardware.rates import AllocatorRates, CallSeconds, DeviceRates, RateCurve
+from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.trace.op_probe import OperatorProber, Probes
+from tests.docs.known_machine import RATES
 
 
 @pytest.fixture(autouse=True)
@@ -34,27 +35,8 @@ def no_probing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> DeviceRates:
     """The device is not measured: choices by speed are the same on every machine, and bf16 is slower than float32."""
-    rates = DeviceRates(
-        device="a host",
-        threads=1,
-        torch_version="any",
-        curves={
-            "matmul": {"float32": _straight(5e10), "bfloat16": _straight(2e10)},
-            "elementwise": {"float32": _straight(1e10), "bfloat16": _straight(5e9)},
-        },
-        calls=CallSeconds(
-            forward=1e-5,
-            backward=1e-5,
-            optimizer_step=1e-5,
-            foreach_tensor=1e-6,
-            fused_tensor=1e-6,
-            recomputed_block=1e-4,
-        ),
-        allocator=AllocatorRates(seconds_per_new_byte=0.0, largest_kept_block_bytes=None),
-        noise=0.0,
-    )
-    monkeypatch.setattr(preparation, "measure_rates", lambda **settings: rates)
-    return rates
+    monkeypatch.setattr(preparation, "measure_rates", lambda **settings: RATES)
+    return RATES
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +47,6 @@ def no_contest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """
     if request.node.get_closest_marker("contest") is None:
         monkeypatch.setattr(planning, "MOST_CONTENDERS", 1)
-
-
-def _straight(per_second: float) -> RateCurve:
-    return RateCurve(work=(1e3, 1e9), seconds=(1e3 / per_second, 1e9 / per_second))
 
 
 @pytest.fixture
