@@ -50,7 +50,7 @@ PROBED = [
 
 OF_THE_CLOCK_OR_THE_HOST = {
     *("available_bytes", "capacity_bytes", "process_bytes", "non_torch_bytes", "measured_peak_rss_bytes"),
-    *("predicted_step_seconds", "measured_step_seconds", "costliest_ops", "notes", "written_at"),
+    *("predicted_step_seconds", "measured_step_seconds", "seconds_spent", "costliest_ops", "notes", "written_at"),
 }
 """Fields of ``plan.yaml`` that two runs of one job do not share."""
 # What the first job of a process leaves, none of it MemFit's.
