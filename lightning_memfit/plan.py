@@ -19,6 +19,7 @@ from lightning_memfit.measurement import OperatorCost as OperatorCost
 from lightning_memfit.measurement import OptimizerStatesMeasurement as OptimizerStatesMeasurement
 from lightning_memfit.measurement import TimedPlan as TimedPlan
 from lightning_memfit.plan_file import plain_data
+from lightning_memfit.sharding import Sharding as Sharding
 
 SCHEMA_VERSION = 1
 
@@ -31,8 +32,9 @@ LossWeightWord = Literal["samples", "tokens", "next-tokens", "sum"]
 Mode = Literal["apply", "report", "off"]
 OnNoFit = Literal["raise", "skip", "value"]
 Category = Literal[
-    "parameters", "buffers", "gradients", "optimizer_states", "activations", "temporaries", "inputs", "callbacks"
-]
+    "parameters", "buffers", "gradients", "optimizer_states", "activations", "temporaries", "inputs", "callbacks",
+    "communication",
+]  # fmt: skip
 Phase = Literal["forward", "zero_grad", "backward", "gradient_clipping", "optimizer_step", "evaluation"]
 Method = Literal["traced", "extrapolated", "floor"]
 
@@ -206,6 +208,8 @@ class Candidate:
     """Implementation of the optimizer's step."""
     offload: Offload = "never"
     """What is kept on the host."""
+    sharding: Sharding | None = None
+    """How training is spread over several devices; ``None`` on one."""
 
     @property
     def harm_tier(self) -> int:
@@ -231,6 +235,8 @@ class Candidate:
             parts.append(f"{self.optimizer_implementation} optimizer")
         if self.offload != "never":
             parts.append(f"offload {self.offload}")
+        if self.sharding is not None:
+            parts.append(self.sharding.label)
         return ", ".join(parts)
 
 

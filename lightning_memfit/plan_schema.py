@@ -30,6 +30,7 @@ from lightning_memfit.plan import (
     PlanRequest,
 )
 from lightning_memfit.plan_file import WAY_OUT, parse_plain, plain_data, read_plain, to_yaml, write_whole
+from lightning_memfit.sharding import Sharding
 
 BESIDE_THE_PLAN = ("measured", "seconds_spent", "versions", "written_at")
 """What the record of a run holds beside the plan's fields."""
@@ -48,6 +49,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "BatchSplit.loader_batch_size": (1, _MOST),
     "BatchSplit.accumulate_grad_batches": (1, _MOST),
     "BatchSplit.slice_sizes": (1, _MOST),
+    "Sharding.ranks": (1, _MOST),
     "Forecast.correction_bytes": (-_MOST, _MOST),
     "Forecast.flops": (0, 2**100),
     "Forecast.recomputed_flops": (0, 2**100),
@@ -68,6 +70,8 @@ _ADDED_LATER: Mapping[type, frozenset[str]] = {
             "unified_memory", "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
         }
     ),
+    Candidate: frozenset({"sharding"}),
+    Sharding: frozenset(spec.name for spec in dataclasses.fields(Sharding)) - {"engine", "ranks"},
     Measurement: frozenset({"measured_peak_reserved_bytes", "measured_device_total_bytes"}),
 }  # fmt: skip
 
@@ -337,8 +341,8 @@ def _annotations(cls: type) -> Mapping[str, Any]:
 def _looks_like(kind: Any, value: Any) -> bool:
     """Whether plain data is of the shape of a kind; exact types, since ``True`` is no number and a subclass no text."""
     origin = typing.get_origin(kind)
-    if origin is Literal or kind is str:
-        return type(value) is str
+    if origin is Literal:
+        return type(value) in {type(choice) for choice in typing.get_args(kind)}
     if origin is tuple:
         return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
     if origin is Mapping or dataclasses.is_dataclass(kind):

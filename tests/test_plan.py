@@ -29,9 +29,20 @@ from lightning_memfit.plan import (
     PlanRequest,
     balanced_slices,
 )
+from lightning_memfit.sharding import Sharding
 
 SPLIT = BatchSplit(
     effective_batch_size=192, ranks=2, loader_batch_size=32, accumulate_grad_batches=3, slice_sizes=(11, 11, 10)
+)
+SHARDING = Sharding(
+    engine="deepspeed",
+    ranks=2,
+    synchronisation="slice",
+    zero_stage=3,
+    reduce_bucket_elements=101,
+    allgather_bucket_elements=102,
+    prefetch_bucket_elements=103,
+    persistence_threshold_elements=104,
 )
 CANDIDATE = Candidate(
     precision="bf16-mixed",
@@ -42,6 +53,7 @@ CANDIDATE = Candidate(
     optimizer_states="8bit",
     optimizer_implementation="fused",
     offload="optimizer",
+    sharding=SHARDING,
 )
 PLAIN = Candidate(precision="32-true", split=BatchSplit(effective_batch_size=8, loader_batch_size=8, slice_sizes=(8,)))
 PLAN = Plan(
@@ -146,7 +158,13 @@ def fields_left_at_their_default(value: Any) -> list[str]:
 
 def test_the_example_plan_gives_every_field_a_value_of_its_own() -> None:
     # Otherwise a field lost on the way would come back as its default, and the round trip would not notice.
-    assert fields_left_at_their_default(PLAN) == ["Plan.schema_version"]
+    # Settings of other engines than the example's must be left out.
+    assert fields_left_at_their_default(PLAN) == [
+        "Sharding.gradient_as_bucket_view",
+        "Sharding.shard_groups",
+        "Sharding.reshard_after_forward",
+        "Plan.schema_version",
+    ]
 
 
 def test_a_plan_survives_a_file(tmp_path: Path) -> None:
@@ -259,7 +277,7 @@ def test_the_plan_shows_its_candidate_and_split() -> None:
     assert PLAN.forecast.predicted_peak_bytes == 27  # the least capacity, 30, - 3, and more than the 21 of evaluation
     evaluating = dataclasses.replace(PLAN.forecast, evaluation_peak_bytes=34)
     assert (evaluating.predicted_peak_bytes, evaluating.predicted_training_peak_bytes) == (34, 27)
-    assert PLAN.forecast.memory.bytes_per_parameter == 36 / 7
+    assert PLAN.forecast.memory.bytes_per_parameter == 45 / 7
 
 
 def test_a_model_without_parameters_has_no_bytes_per_parameter() -> None:
@@ -415,7 +433,7 @@ def test_labels_name_every_lever_that_is_on() -> None:
     assert PLAIN.label == "undivided batch"
     assert CANDIDATE.label == (
         "3 slices of <= 11, bf16-mixed, checkpointing 2 modules, gradients zeroed early, 8bit optimizer states, "
-        "fused optimizer, offload optimizer"
+        "fused optimizer, offload optimizer, ZeRO-3 over 2"
     )
 
 

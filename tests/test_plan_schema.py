@@ -39,6 +39,7 @@ from lightning_memfit.plan import (
 from lightning_memfit.plan_file import parse_plain, to_yaml
 from lightning_memfit.plan_schema import load_measurement, read_plan
 from lightning_memfit.report.record import write_record
+from lightning_memfit.sharding import Engine, Sharding, Synchronisation, ZeroStage
 
 # --- every plan
 
@@ -66,6 +67,19 @@ def splits(draw: st.DrawFn) -> BatchSplit:
 
 
 @st.composite
+def shardings(draw: st.DrawFn) -> Sharding:
+    engine = draw(choice_of(Engine))
+    facts: dict[str, Any] = {}
+    if engine == "deepspeed":
+        facts = {"zero_stage": draw(choice_of(ZeroStage)), "reduce_bucket_elements": draw(st.none() | COUNT)}
+    elif engine == "fsdp2":
+        facts = {"shard_groups": draw(NAMES), "reshard_after_forward": draw(st.booleans())}
+    else:
+        facts = {"gradient_as_bucket_view": draw(st.booleans())}
+    return Sharding(engine=engine, ranks=draw(COUNT), synchronisation=draw(choice_of(Synchronisation)), **facts)
+
+
+@st.composite
 def candidates(draw: st.DrawFn) -> Candidate:
     kind = draw(choice_of(vocabulary.Checkpointing))
     modules = () if kind == "none" else tuple(draw(st.lists(TEXT, min_size=1, max_size=3, unique=True)))
@@ -78,6 +92,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         optimizer_states=draw(choice_of(vocabulary.OptimizerStates)),
         optimizer_implementation=draw(choice_of(vocabulary.OptimizerImplementation)),
         offload=draw(choice_of(vocabulary.Offload)),
+        sharding=draw(st.none() | shardings()),
     )
 
 
@@ -373,7 +388,7 @@ def test_a_number_too_long_to_print_is_refused(path: str) -> None:
          f"{BYTES_WORDS}"),
         ("forecast/memory/by_category/weights", 0, "a name in forecast.memory.by_category is 'weights', but must be "
          "one of 'parameters', 'buffers', 'gradients', 'optimizer_states', 'activations', 'temporaries', 'inputs', "
-         "'callbacks', 'unattributed'"),
+         "'callbacks', 'communication', 'unattributed'"),
         ("fingerprint/loader batch size", 16, "fingerprint.'loader batch size' is 16, but must be text"),
         ("choices/0", "fast", "choices[0] is 'fast', but must be a mapping"),
         ("request/planning_seconds", 0, "request is refused: planning_seconds=0.0 must be more than 0 seconds."),
@@ -411,7 +426,7 @@ def fields_of_records() -> list[Keys]:
     return [
         path for path, _ in places(PLAN.to_dict())
         if isinstance(path[-1], str) and not (len(path) > 1 and path[-2] in free)
-        and not (path[0] == "device" and path[-1] in OF_GPUS)
+        and not (path[0] == "device" and path[-1] in OF_GPUS) and "sharding" not in path
     ]  # fmt: skip
 
 
@@ -420,6 +435,19 @@ def test_a_plan_from_before_gpus_were_described_is_read_as_it_was() -> None:
     for name in OF_GPUS:
         del data["device"][name]
     assert read_plan(data) == PLAN
+
+
+def test_a_plan_from_before_several_devices_is_read_as_one_for_a_single_device() -> None:
+    data = dataclasses.replace(PLAN, passed_over=()).to_dict()
+    del data["forecast"]["candidate"]["sharding"]
+    assert read_plan(data).candidate == dataclasses.replace(PLAN.candidate, sharding=None)
+
+
+def test_settings_of_another_engine_are_refused_with_the_engine() -> None:
+    data = PLAN.to_dict()
+    data["forecast"]["candidate"]["sharding"] = {"engine": "ddp", "ranks": 2, "shard_groups": ["blocks.0"]}
+    with pytest.raises(PlanFileError, match=r"shard_groups=.* are a setting of FSDP2, not of ddp"):
+        read_plan(data)
 
 
 def test_a_plan_for_a_gpu_comes_back_as_it_was_saved() -> None:

@@ -22,6 +22,7 @@ _ANATOMY = (
     "inputs",
     "buffers",
     "callbacks",
+    "communication",
 )
 
 _HOW_FOUND = {

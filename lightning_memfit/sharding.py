@@ -1,0 +1,73 @@
+"""How training is spread over devices: by whom, who holds what, and what is exchanged when. Frozen, plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_memfit.errors import ConfigurationError
+
+Engine = Literal["ddp", "deepspeed", "fsdp2"]
+ZeroStage = Literal[1, 2, 3]
+Synchronisation = Literal["step", "slice"]
+
+_ZERO_ONLY = (
+    "zero_stage", "reduce_bucket_elements", "allgather_bucket_elements", "prefetch_bucket_elements",
+    "persistence_threshold_elements",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """One way to spread training over several devices; every rank holds an equal share of what is divided."""
+
+    engine: Engine
+    """Who divides and exchanges: torch's DDP, DeepSpeed (ZeRO), or torch's ``fully_shard`` (FSDP2)."""
+    ranks: int
+    """Devices over which it is spread, one process each."""
+    synchronisation: Synchronisation = "step"
+    """When gradients are exchanged: once per optimizer step, or after every slice."""
+    gradient_as_bucket_view: bool = False
+    """DDP: gradients are views of the buckets that are exchanged, instead of tensors beside them."""
+    zero_stage: ZeroStage | None = None
+    """DeepSpeed: 1 divides optimizer states, 2 gradients too, 3 parameters too."""
+    reduce_bucket_elements: int | None = None
+    """DeepSpeed: elements of gradients that are reduced at once."""
+    allgather_bucket_elements: int | None = None
+    """DeepSpeed: elements of parameters that are gathered at once, in stages 1 and 2."""
+    prefetch_bucket_elements: int | None = None
+    """DeepSpeed, stage 3: elements of parameters that are fetched ahead."""
+    persistence_threshold_elements: int | None = None
+    """DeepSpeed, stage 3: parameters of fewer elements are held whole by every rank."""
+    shard_groups: tuple[str, ...] = ()
+    """FSDP2: qualified names of the modules whose parameters are gathered together, ``""`` for the root."""
+    reshard_after_forward: bool = True
+    """FSDP2: whether gathered parameters are let go after the forward and gathered again in the backward."""
+
+    def __post_init__(self) -> None:
+        """Check that the settings belong to the engine.
+
+        Raises:
+            ConfigurationError: naming the setting and the engine.
+        """
+        if self.ranks < 1:
+            raise ConfigurationError(f"ranks={self.ranks} must be at least 1 device.")
+        if (self.engine == "deepspeed") != (self.zero_stage is not None):
+            raise ConfigurationError(
+                f"engine={self.engine!r} with zero_stage={self.zero_stage}: DeepSpeed, and only DeepSpeed, has a stage."
+            )
+        for name in _ZERO_ONLY:
+            if self.engine != "deepspeed" and getattr(self, name) is not None:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} is a setting of DeepSpeed, not of {self.engine}."
+                )
+        if self.shard_groups and self.engine != "fsdp2":
+            raise ConfigurationError(f"shard_groups={self.shard_groups} are a setting of FSDP2, not of {self.engine}.")
+        if self.gradient_as_bucket_view and self.engine != "ddp":
+            raise ConfigurationError(f"gradient_as_bucket_view is a setting of DDP, not of {self.engine}.")
+
+    @property
+    def label(self) -> str:
+        """A few words for tables, such as ``"ZeRO-2 over 8"``."""
+        name = {"ddp": "DDP", "fsdp2": "FSDP2"}.get(self.engine, f"ZeRO-{self.zero_stage}")
+        return f"{name} over {self.ranks}"
