@@ -250,6 +250,8 @@ class StepVariants:
             micro_steps=variant.micro_steps,
             followed_micro_steps=len(variant.followed),
             gradients=self._record.layouts,
+            parameters=self._record.parameters,
+            gradient_of=self._record.gradient_of,
             notes=self._record.notes,
         )
 

@@ -25,7 +25,7 @@ from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import FakeTensors, faked
 from lightning_memfit.trace.step_program import StepProgram, users_code
 from lightning_memfit.trace.tensors import tensors_in
-from lightning_memfit.trace.timeline import GradientLayout, Timeline
+from lightning_memfit.trace.timeline import GradientLayout, ParameterLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
 
 # Much of what a trace exchanges belongs to the process (standard output, names of torch, operators at dispatch keys):
@@ -113,6 +113,7 @@ class TracingObserver:
         """The parameters have their gradients now."""
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._tracer.categorise(grads, "gradients")
+        self._tracer.note_gradients(self._parameters)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -198,8 +199,24 @@ def _layout(gradient: torch.Tensor) -> GradientLayout:
     return GradientLayout(dtype, tuple(gradient.size()), tuple(gradient.stride()))
 
 
-def timeline_of(tracer: StepTracer, parameters: Sequence[nn.Parameter], **facts: Any) -> Timeline:
-    """What a tracer recorded; further facts of the timeline replace those of one slice, ``notes`` are added."""
+def parameter_layouts(tracer: StepTracer, module: nn.Module) -> tuple[ParameterLayout, ...]:
+    """The parameters of a module whose storages the tracer follows."""
+    found = []
+    for name, parameter in module.named_parameters():
+        storage, dtype = tracer.number_of(parameter), str(parameter.dtype).removeprefix("torch.")
+        if storage is not None:
+            found.append(ParameterLayout(name, storage, dtype, tuple(parameter.size()), parameter.requires_grad))
+    return tuple(found)
+
+
+def timeline_of(tracer: StepTracer, tensors: Sequence[nn.Parameter], /, **facts: Any) -> Timeline:
+    """What a tracer recorded of a step; further facts replace those of one slice, ``notes`` are added.
+
+    Args:
+        tracer: followed the step.
+        tensors: the module's parameters.
+        facts: fields of the timeline.
+    """
     notes = (*notes_of(tracer), *facts.pop("notes", ()))
     with _disable_current_modes():
         whole: dict[str, Any] = {
@@ -207,7 +224,7 @@ def timeline_of(tracer: StepTracer, parameters: Sequence[nn.Parameter], **facts:
             "events": tuple(tracer.events),
             "categories": dict(tracer.categories),
             "signatures": tuple(tracer.signatures),
-            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "num_parameters": sum(tensor.numel() for tensor in tensors),
             "num_operations": tracer.num_operations,
             "flops": tracer.flops,
             "recomputed_flops": tracer.recomputed_flops,

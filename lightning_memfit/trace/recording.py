@@ -23,6 +23,7 @@ from lightning_memfit.trace.faked_step import (
     make_optimizer,
     names_of,
     notes_of,
+    parameter_layouts,
 )
 from lightning_memfit.trace.followed_blocks import FollowedBlocks
 from lightning_memfit.trace.saved_tensors import SavedTensorTracer
@@ -77,6 +78,8 @@ def record_window(
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         add_module_residents(tracer, module)
         owned = _add_gradients(tracer, parameters)
+        tracer.note_gradients(parameters)
+        parameter_facts = parameter_layouts(tracer, module)
         add_batch_residents(tracer, batches)
         followed = FollowedBlocks(tracer, module, blocks, without_caches=without_caches)
         observer = _RecordingObserver(tracer, parameters)
@@ -95,6 +98,8 @@ def record_window(
                 forward_ends=tuple(observer.forward_ends),
                 gradients=frozenset(s for s, category in tracer.categories.items() if category == "gradients"),
                 layouts=layouts_of(parameters),
+                parameters=parameter_facts,
+                gradient_of=dict(tracer.gradient_of),
                 samples=tuple(samples),
                 left_out=observer.left_out,
                 kept_bytes=tuple(observer.kept_bytes),

@@ -6,10 +6,11 @@ hold away and repeats operators instead; what the program holds stays. A record 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lightning_memfit.trace.timeline import Event, GradientLayout, Resident, Signature
+from lightning_memfit.trace.timeline import Event, GradientLayout, ParameterLayout, Resident, Signature
 
 MarkKind = Literal["saved", "unpacked", "used", "released"]
 
@@ -91,6 +92,10 @@ class StepRecord:
     """Storages, allocated by the step, that hold a parameter's gradient at the end of a backward."""
     layouts: tuple[GradientLayout | None, ...]
     """By parameter of the module: its gradient when the optimizer steps; ``None`` for those without."""
+    parameters: tuple[ParameterLayout, ...] = ()
+    """The module's parameters in its own order, tied ones once."""
+    gradient_of: Mapping[int, int] = field(default_factory=dict)
+    """By storage that holds a gradient, old or new: index of the parameter."""
     samples: tuple[int, ...]
     """Samples in each followed slice."""
     left_out: int | None = None

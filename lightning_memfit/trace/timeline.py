@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_memfit.plan import Category, Phase
@@ -128,6 +128,21 @@ class GradientLayout(NamedTuple):
     """Stride of each dimension in elements."""
 
 
+class ParameterLayout(NamedTuple):
+    """A parameter of the module."""
+
+    name: str
+    """Qualified name; of a tied one the first."""
+    storage: int
+    """Number of its storage, one of :attr:`Timeline.residents`."""
+    dtype: str
+    """torch's name of the dtype, such as ``"float32"``."""
+    size: tuple[int, ...]
+    """Size of each dimension."""
+    trainable: bool
+    """Whether it requires a gradient."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One optimizer step: what was there, what came and went, in order."""
@@ -156,6 +171,10 @@ class Timeline:
     """Calls of modules in the order in which they ended."""
     gradients: tuple[GradientLayout | None, ...] = ()
     """By parameter of the module: its gradient when the optimizer steps; ``None`` for those without."""
+    parameters: tuple[ParameterLayout, ...] = ()
+    """The module's parameters in its own order, tied ones once; empty where a timeline is of something else."""
+    gradient_of: Mapping[int, int] = field(default_factory=dict)
+    """By storage that holds a gradient, old or new: index of the parameter."""
     notes: tuple[str, ...] = ()
     """Assumptions made while tracing, in words."""
 

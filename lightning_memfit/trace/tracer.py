@@ -95,6 +95,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.residents: list[Resident] = []
         self.categories: dict[int, Category] = {}
+        self.gradient_of: dict[int, int] = {}
         self.signatures: list[Signature] = []
         self.num_operations = 0
         self.flops = 0
@@ -129,6 +130,16 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry = self._alive.get(tensor.untyped_storage()._cdata)
             if entry is not None and entry[1] in self.categories:
                 self.categories[entry[1]] = category
+
+    def note_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Remember whose gradients the storages of the present ones hold."""
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                self.gradient_of.update((number, index) for number in self._numbers([parameter.grad]))
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage; ``None`` if it is not followed."""
+        return next(iter(self._numbers([tensor])), None)
 
     def categorise_saved(self) -> None:
         """What the forward allocated and is alive now was saved for the backward: activations."""

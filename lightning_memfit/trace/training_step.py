@@ -19,6 +19,7 @@ from lightning_memfit.trace.faked_step import (
     layouts_of,
     make_optimizer,
     names_of,
+    parameter_layouts,
     states_of,
     timeline_of,
 )
@@ -124,6 +125,8 @@ def _traced(
         # States that came with the optimizer are there whether the parameter is used or not.
         end = gradients if id(parameter) in has_states else len(tracer.residents)
         owned[id(parameter)] = {resident.storage for resident in tracer.residents[before:end]}
+    tracer.note_gradients(parameters)
+    layouts = parameter_layouts(tracer, program.module)
     if steps:
         tracer.add_residents(states_of(optimizer), "optimizer_states")  # and what it keeps beside its states
     add_batch_residents(tracer, [*batches, *slices])
@@ -146,6 +149,8 @@ def _traced(
         micro_steps=micro_steps,
         followed_micro_steps=len(traced),
         gradients=layouts_of(parameters),
+        parameters=layouts,
+        gradient_of=dict(tracer.gradient_of),
     )
 
 
