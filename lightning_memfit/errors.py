@@ -93,6 +93,26 @@ class NoFeasiblePlanError(MemFitError, RuntimeError):
         return max(0, self.best_peak_bytes - self.budget_bytes)
 
 
+class RankFailedError(MemFitError, RuntimeError):
+    """Another process of the same run failed, or did not answer in time; this one ends because of it.
+
+    Attributes:
+        rank: which one; ``None`` where that is not known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its attributes: launchers of sweeps send errors between processes."""
+        return partial(type(self), rank=self.rank), (str(self),)
+
+
+class RanksDisagreeError(ConfigurationError):
+    """The processes of one run are not about to do the same; the message names the ranks and what each has."""
+
+
 class SweepError(MemFitError, RuntimeError):
     """Jobs of a sweep failed; the message names them. Everything else of the sweep was done and written before."""
 

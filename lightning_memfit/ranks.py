@@ -1,0 +1,361 @@
+"""What the processes of one run tell each other beside training: one plan, one verdict, one error, and no deadlock.
+
+Adapter for ``torch.distributed``: a group of its own over gloo, so that nothing mixes with the engine's collectives;
+``torch.distributed.distributed_c10d._get_default_store`` for the note that a failing rank leaves.
+
+Every exchange carries a value or an error. Work that may fail on one rank alone is run in :meth:`Ranks.each`, which
+ends on all ranks alike. Where the engine's own collectives run, a rank that fails cannot tell the others through them:
+it leaves a note (:meth:`Ranks.failing`), and its end breaks the connections on which the others wait.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_memfit.errors import MemFitError, RankFailedError, first_line
+from lightning_memfit.units import format_seconds
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+"""How long a rank waits for the others where the strategy says nothing; torch's own default for gloo and NCCL."""
+_BROKEN = ("gloo/transport", "gloo::", "nccl error", "connection closed by peer", "connection reset by peer")
+_groups = itertools.count()  # every rank forms them in the same order, so that their numbers agree
+
+
+class Ranks(Protocol):
+    """The processes of a run, one for each device."""
+
+    index: int
+    """Which of them this is; 0 leads."""
+    count: int
+    """How many there are."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this one plans for all."""
+
+    def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = ...) -> Told[T]:
+        """Run ``work`` on every rank; an error of one ends it on all."""
+
+    def led(self, work: Callable[[], T], *, doing: str) -> T:
+        """Run ``work`` on the leader; every rank gets its result or its error."""
+
+    def share(self, value: T | None = None) -> T:
+        """The leader's value."""
+
+    def mean(self, value: float) -> float:
+        """The mean of a number over the ranks."""
+
+    def alone(self) -> Any:
+        """Within it no rank waits for another: means are those of this rank."""
+
+    def failing(self, doing: str) -> Any:
+        """Within it the engine's collectives run: an error of one rank is told to those that wait for it."""
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether the other ranks have been told of an error."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Generic[T]):
+    """What came of work that every rank did."""
+
+    own: T
+    """This rank's result."""
+    all: list[Any]
+    """What every rank tells of its result, in their order."""
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class OneRank:
+    """A run on one device: nobody to wait for."""
+
+    index = 0
+    count = 1
+    is_leader = True
+
+    def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = _itself) -> Told[T]:
+        """Run it."""
+        own = work()
+        return Told(own=own, all=[tell(own)])
+
+    def led(self, work: Callable[[], T], *, doing: str) -> T:
+        """Run it."""
+        return work()
+
+    def share(self, value: T | None = None) -> T:
+        """The value itself."""
+        return value  # type: ignore[return-value]  # the leader always has one
+
+    def mean(self, value: float) -> float:
+        """The number itself."""
+        return value
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """As ever."""
+        yield
+
+    @contextmanager
+    def failing(self, doing: str) -> Iterator[None]:
+        """As ever."""
+        yield
+
+    def knows(self, error: BaseException) -> bool:
+        """There is nobody to be told."""
+        return True
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank failed, as it is sent."""
+
+    words: str
+    error: bytes | None
+    """One of MemFit's own errors, which every rank raises alike; ``None`` for others, which stay where they are."""
+
+
+class SeveralRanks:
+    """A run on several devices, once its processes have found each other.
+
+    Attributes:
+        index: which of them this is.
+        count: how many there are.
+    """
+
+    def __init__(self, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
+        """Form a group of all ranks; every rank does so at the same point.
+
+        Args:
+            timeout: how long a rank waits for another.
+        """
+        self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self._timeout = timeout
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._note_name = f"memfit/failed/{next(_groups)}"
+        self._is_alone = False
+        self._known: list[BaseException] = []
+
+    @property
+    def is_leader(self) -> bool:
+        """Rank 0 plans."""
+        return self.index == 0
+
+    def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = _itself) -> Told[T]:
+        """Run ``work`` on every rank and wait for all of them.
+
+        Args:
+            work: must not need another rank: where it fails on one, that one does not come to a meeting.
+            doing: what it is, for the message, such as ``"looking at the data"``.
+            tell: what the others are told of the result; pickled.
+
+        Raises:
+            RankFailedError: if it failed on another rank; where it failed on this one, its own error passes through.
+        """
+        own: T | None = None
+        failure: Exception | None = None
+        try:
+            own = work()
+            told: Any = tell(own)
+        except Exception as error:
+            failure, told = error, _failure_of(error)
+        outcomes = self._gather(told, doing)
+        failed = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)]
+        if not failed:
+            assert failure is None
+            return Told(own=own, all=outcomes)  # type: ignore[arg-type]  # set where nothing failed
+        first = outcomes[failed[0]]
+        said_by_another = failed[0] != self.index and failure is not None and first.words == _failure_of(failure).words
+        if failure is not None and not said_by_another:
+            self._known.append(failure)
+            raise failure
+        # The same on several ranks is said in full by the first of them alone.
+        told_of = RankFailedError(_failed_words(failed, self.count, doing, first.words), rank=failed[0])
+        self._known.append(told_of)
+        raise told_of from failure
+
+    def led(self, work: Callable[[], T], *, doing: str) -> T:
+        """Run ``work`` on the leader.
+
+        Args:
+            work: as in :meth:`each`.
+            doing: likewise.
+
+        Raises:
+            RankFailedError: on the others, if it failed there; one of MemFit's own errors is raised on every rank.
+        """
+        outcome: Any = None
+        failure: Exception | None = None
+        if self.is_leader:
+            try:
+                outcome = work()
+            except Exception as error:
+                failure, outcome = error, _failure_of(error)
+        outcome = self._broadcast(outcome, doing)
+        if not isinstance(outcome, _Failure):
+            result: T = outcome
+            return result
+        raised = failure or _received(outcome, doing)
+        self._known.append(raised)
+        raise raised
+
+    def share(self, value: T | None = None) -> T:
+        """The leader's value; the others' is not looked at."""
+        shared: T = self._broadcast(value, "waiting for rank 0")
+        return shared
+
+    def mean(self, value: float) -> float:
+        """The mean of a number over the ranks, in float64."""
+        if self._is_alone:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        with self._named("adding up the weights of a step"):
+            dist.all_reduce(total, group=self._group)
+        return float(total) / self.count
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it no rank waits for another: :meth:`mean` is that of this rank."""
+        before, self._is_alone = self._is_alone, True
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
+    @contextmanager
+    def failing(self, doing: str) -> Iterator[None]:
+        """Within it the engine's collectives run: an error of one rank is told to those that wait for it.
+
+        Args:
+            doing: what is being done, for the message.
+
+        Raises:
+            RankFailedError: if a collective broke because of another rank.
+        """
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except Exception as error:
+            note = self._note()
+            if is_broken_collective(error):
+                rank, why = note or (None, "it ended, or did not answer in time, and its own message says why")
+                who = "another rank" if rank is None else f"rank {rank}"
+                told = RankFailedError(f"{who} failed while {doing}: {why}", rank=rank)
+                self._known.append(told)
+                raise told from error
+            if note is None:
+                self._leave_note(_failure_of(error).words)
+            self._known.append(error)
+            raise
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether the other ranks have been told of an error, or cannot be told any more."""
+        return any(error is known for known in self._known)
+
+    def close(self) -> None:
+        """Let go of the group. Calling it twice is harmless."""
+        group, self._group = self._group, None
+        self._known.clear()
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _gather(self, value: Any, doing: str) -> list[Any]:
+        outcomes: list[Any] = [None] * self.count
+        with self._named(doing):
+            dist.all_gather_object(outcomes, value, group=self._group)
+        return outcomes
+
+    def _broadcast(self, value: Any, doing: str) -> Any:
+        box = [value]
+        with self._named(doing):
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """A meeting to which another rank does not come is told as such."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_broken_collective(error):
+                raise
+            note = self._note()
+            who, why = ("another rank", "") if note is None else (f"rank {note[0]}", f": {note[1]}")
+            failed = RankFailedError(
+                f"{who} did not come to an exchange of MemFit while {doing}{why}. It ended, or did not answer within "
+                f"{format_seconds(self._timeout.total_seconds())}: its own message says why. A longer time is "
+                "the strategy's timeout=, such as DDPStrategy(timeout=timedelta(hours=1)).",
+                rank=None if note is None else note[0],
+            )
+            self._known.append(failed)
+            raise failed from error
+
+    def _leave_note(self, words: str) -> None:
+        try:
+            _store().set(self._note_name, pickle.dumps((self.index, words)))
+        except RuntimeError:  # the store ends with rank 0
+            return
+
+    def _note(self) -> tuple[int, str] | None:
+        """Which rank failed first, and how; ``None`` if none left a note."""
+        try:
+            store = _store()
+            if not store.check([self._note_name]):
+                return None
+            rank, words = pickle.loads(store.get(self._note_name))
+        except RuntimeError:
+            return None
+        return rank, words
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether an error says that another rank ended or did not answer; as gloo, NCCL and torch's store say it."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _BROKEN)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _failure_of(error: Exception) -> _Failure:
+    sent = None
+    if isinstance(error, MemFitError):
+        try:
+            sent = pickle.dumps(error)
+        except Exception:  # it holds something of the user's; its words are told all the same
+            sent = None
+    return _Failure(words=f"{type(error).__name__}: {first_line(error)}", error=sent)
+
+
+def _received(failure: _Failure, doing: str) -> Exception:
+    if failure.error is not None:
+        own: Exception = pickle.loads(failure.error)
+        return own
+    return RankFailedError(f"rank 0 failed while {doing}: {failure.words}", rank=0)
+
+
+def _failed_words(failed: list[int], count: int, doing: str, words: str) -> str:
+    who = f"rank {failed[0]}" if len(failed) == 1 else f"{len(failed)} of {count} ranks, rank {failed[0]} among them,"
+    return f"{who} failed while {doing}: {words}. The message of rank {failed[0]} says all of it."
