@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_memfit.apply.batch_scan import ScannedBatch
+from lightning_memfit.apply.gradient_exchange import exchange_of
 from lightning_memfit.apply.loader import TrainLoader, forget_validation_loader
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.batch_functions import BatchFunctions
@@ -18,10 +20,13 @@ from lightning_memfit.kept_plans import KeptCorrections, KeptPlan
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Measurement, Plan, PlanRequest
 from lightning_memfit.planning import Announce, Planning
-from lightning_memfit.preparation import WorstBatch, prepare
+from lightning_memfit.preparation import Preparation, WorstBatch, prepare
 from lightning_memfit.probers import Probers
 from lightning_memfit.proving import Proving, Report
+from lightning_memfit.ranks import Ranks
+from lightning_memfit.real_steps import RealSteps
 from lightning_memfit.run_key import corrections_key, plan_key, run_words
+from lightning_memfit.steps_of_all_ranks import Steps, StepsOfAllRanks, as_told, follow
 from lightning_memfit.undo import set_instance_attribute
 
 _DISPROVED = 4
@@ -47,6 +52,7 @@ class FitSession:
         *,
         worst_batch: WorstBatch,
         cache_dir: Path | None,
+        ranks: Ranks,
     ) -> None:
         """Take part in nothing yet.
 
@@ -57,7 +63,10 @@ class FitSession:
             functions: the user's functions for batches.
             worst_batch: the batch that the user gave as the largest, or a function that makes it; ``None`` if none.
             cache_dir: keeps what was measured of operators and device; ``None`` keeps nothing.
+            ranks: the processes that train together.
         """
+        self._ranks = ranks
+        self._prepared: Preparation | None = None
         self.trainer = trainer
         self.plan: Plan | None = None
         self.measurement: Measurement | None = None
@@ -72,7 +81,9 @@ class FitSession:
         self._kept_plan: KeptPlan | None = None
         self._kept_corrections: KeptCorrections | None = None
         self._run_levers = ExitStack()
-        self._levers = StepLevers(trainer, module, split_batch=functions.split_batch, loss_weight=functions.loss_weight)
+        self._levers = StepLevers(
+            trainer, module, split_batch=functions.split_batch, loss_weight=functions.loss_weight, ranks=ranks
+        )
 
     def make_plan(
         self, announce: Announce, given: Plan | None = None, resumed: Mapping[str, Any] | None = None
@@ -90,26 +101,42 @@ class FitSession:
         """
         seconds = self._request.planning_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
-        if self.trainer.strategy.root_device.type == "cpu":
+        if self._ranks.is_leader and self.trainer.strategy.root_device.type == "cpu":
             self._probers.start()
         announce("looking at the batches")
-        self._loader = TrainLoader.request(self.trainer)
         with random_state_kept(), ExitStack() as ending:
             ending.callback(self._probers.leave_gpu)  # before the module is moved there
-            prepared = prepare(
-                self.trainer,
-                self._module,
-                self._request,
-                self._functions,
-                self._loader,
-                self._probers,
-                worst_batch=self._worst_batch,
-                cache_dir=self._cache_dir,
+            looked = self._ranks.each(self._look, doing="looking at batches and device", tell=Preparation.facts)
+            self._prepared = looked.own
+            if self._ranks.count > 1:
+                self._prepared = looked.own.agreed(looked.all, self._ranks.from_rank)
+            self.plan = self._ranks.led(
+                lambda: self._plan_for_all(deadline, announce, given, resumed), doing="planning for all ranks"
             )
-            self._planning = Planning(prepared, deadline=deadline, announce=announce)
-            self._recall(self._planning)
-            self.plan = self._planning.known_plan(given, resumed) or self._planned_once(self._planning, announce)
         return self.plan
+
+    def _look(self) -> Preparation:
+        """What this rank sees."""
+        self._loader = TrainLoader.request(self.trainer)
+        return prepare(
+            self.trainer,
+            self._module,
+            self._request,
+            self._functions,
+            self._loader,
+            self._probers,
+            worst_batch=self._worst_batch,
+            cache_dir=self._cache_dir,
+            leads=self._ranks.is_leader,
+        )
+
+    def _plan_for_all(
+        self, deadline: float | None, announce: Announce, given: Plan | None, resumed: Mapping[str, Any] | None
+    ) -> Plan:
+        assert self._prepared is not None
+        self._planning = Planning(self._prepared, deadline=deadline, announce=announce)
+        self._recall(self._planning)
+        return self._planning.known_plan(given, resumed) or self._planned_once(self._planning, announce)
 
     def _recall(self, planning: Planning) -> None:
         """Find out where plans and errors of equal runs are kept, and count with the errors."""
@@ -152,7 +179,7 @@ class FitSession:
 
     def apply(self) -> None:
         """Apply the plan to the Trainer and the module; levers of the optimizer wait for :meth:`connect`."""
-        plan, loader_plan = self._chosen, self._planned.prepared.loader_plan
+        plan, loader_plan = self._chosen, self._looked_at.loader_plan
         self.install_loader(plan.split.loader_batch_size if loader_plan.rebuilt else None)
         self._run_levers.callback(
             set_instance_attribute(self.trainer, "accumulate_grad_batches", plan.split.accumulate_grad_batches)
@@ -178,16 +205,39 @@ class FitSession:
         Raises:
             NoFeasiblePlanError: with the smallest measured peak, if no plan stands.
         """
+        self._probers.leave_gpu()  # before it is looked at how much of it is free
+        self._look_at_the_device_again()
+        prepared = self._looked_at
+        validation = self._ranks.each(
+            prepared.validation_batch, doing="looking at the validation batches", tell=lambda _: None
+        ).own
+        steps = RealSteps(prepared, self._levers, validation, ranks=self._ranks, leave_gpu=self._probers.leave_gpu)
+        if self._ranks.count == 1:
+            self._prove(steps, validation, report, announce)
+        elif self._ranks.is_leader:
+            self._prove_on_all_ranks(steps, validation, report, announce)
+        else:
+            self.plan, self.measurement = follow(self._ranks, steps, exchange_of(self.trainer.strategy))
+        self._probers.close()
+
+    def _look_at_the_device_again(self) -> None:
+        """Count with what the poorest rank has now: neighbours come and grow."""
+        before = self._looked_at
+        looked = self._ranks.each(
+            before.looked_at_again, doing="looking at the device again", tell=lambda now: (now.device, now.budget)
+        )
+        if looked.own is before and self._ranks.count == 1:
+            return
+        device, budget = min(looked.all, key=lambda each: each[1].budget_bytes)
+        self._prepared = replace(looked.own, device=device, budget=budget)
+        self.plan = replace(self._chosen, device=device, budget=budget)
+        if self._planning is not None:
+            self._planning.prepared = self._prepared
+
+    def _prove(self, steps: Steps, validation: ScannedBatch | None, report: Report, announce: Announce) -> None:
         planning = self._planned
         planning.announce = announce
-        self._probers.leave_gpu()  # before it is looked at how much of it is free
-        now = planning.prepared.looked_at_again()
-        if now is not planning.prepared:
-            planning.prepared = now
-            self.plan = replace(self._chosen, device=now.device, budget=now.budget)
-        proving = Proving(
-            planning, self._levers, planning.prepared.validation_batch(), leave_gpu=self._probers.leave_gpu
-        )
+        proving = Proving(planning, steps, validation)
         try:
             plan, self.measurement = proving.prove(self._chosen, report)
         except NoFeasiblePlanError:
@@ -195,7 +245,21 @@ class FitSession:
             raise
         self._remember(planning, plan)
         self.plan = self._rates_doubted(plan, self.measurement)
-        self._probers.close()
+
+    def _prove_on_all_ranks(
+        self, own: RealSteps, validation: ScannedBatch | None, report: Report, announce: Announce
+    ) -> None:
+        """The same where the other ranks follow; they are told how it ends, unless they were part of the error."""
+        budget = self._looked_at.budget.budget_bytes
+        steps = StepsOfAllRanks(self._ranks, own, exchange_of(self.trainer.strategy), budget_bytes=budget)
+        try:
+            self._prove(steps, validation, report, announce)
+        except Exception as error:
+            if not self._ranks.knows(error):
+                self._ranks.share(as_told(error))
+            raise
+        assert self.plan is not None and self.measurement is not None
+        steps.end(self.plan, self.measurement)
 
     def _remember(self, planning: Planning, plan: Plan) -> None:
         """Keep what stood in place of what was searched, and by how much forecasts were off."""
@@ -210,12 +274,13 @@ class FitSession:
 
     def undo(self) -> None:
         """Take every lever back, and end what was started. Calling it twice is harmless."""
-        self._planning = None
+        self._planning = self._prepared = None
         with ExitStack() as ending:  # last in, first out, also where one of them raises
             if self._loader is not None:
                 ending.callback(forget_validation_loader, self.trainer)
                 ending.callback(self._loader.close)
             ending.callback(self._probers.close)
+            ending.callback(self._ranks.close)
             ending.callback(self._run_levers.close)
             ending.callback(self._levers.end)
 
@@ -242,6 +307,11 @@ class FitSession:
     def _chosen(self) -> Plan:
         assert self.plan is not None, "make_plan comes first"
         return self.plan
+
+    @property
+    def _looked_at(self) -> Preparation:
+        assert self._prepared is not None, "make_plan comes first"
+        return self._prepared
 
     @property
     def _planned(self) -> Planning:

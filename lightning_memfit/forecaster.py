@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from lightning_memfit.applied_in_a_trace import StepContext, autocast_context, checkpointed, floating_dtype
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts, faked_quantisation, optimizer_facts, with_levers
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
-from lightning_memfit.errors import BatchStructureError, TraceError
+from lightning_memfit.errors import BatchStructureError, TraceError, UnsupportedError
 from lightning_memfit.fingerprint import optimizer_words
+from lightning_memfit.observe.lone_rank import without_other_ranks
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown, Precision
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
@@ -421,7 +422,7 @@ class Forecaster:
                 "backward itself no small real steps are measured instead. Use a step that needs no values."
             )
         try:
-            with checkpointed(self._program.module, candidate.checkpointed_modules):
+            with without_other_ranks(), checkpointed(self._program.module, candidate.checkpointed_modules):
                 return measure_small_steps(
                     self._program_at(candidate),
                     self._given.batch,
@@ -431,7 +432,7 @@ class Forecaster:
                     zero_gradients_early=candidate.zero_gradients_early,
                     floating=floating_dtype(candidate),
                 )
-        except (TraceError, BatchStructureError) as error:
+        except (TraceError, BatchStructureError, UnsupportedError) as error:
             raise TraceError(
                 f"The step could not be traced ({self.untraceable}), and small real steps could not be measured "
                 f"instead: {error}. Use a real module and a batch of at least two samples, or a step that needs no "

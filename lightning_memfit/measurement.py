@@ -92,6 +92,8 @@ class Measurement:
     """Most bytes that the caching allocator held during the profiled training steps; ``None`` on a host."""
     measured_device_total_bytes: int | None = None
     """What the driver called used on the device at their end, other processes included; ``None`` on a host."""
+    measured_peak_bytes_by_rank: tuple[int, ...] = ()
+    """By rank, what ``measured_peak_allocated_bytes`` is the largest of; empty on one device."""
     measured_step_seconds: float
     """Wall-clock seconds of one optimizer step: the fastest of those that were run without the profiler."""
     profiled_steps: int

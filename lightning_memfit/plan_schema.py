@@ -72,7 +72,9 @@ _ADDED_LATER: Mapping[type, frozenset[str]] = {
     ),
     Candidate: frozenset({"sharding"}),
     Sharding: frozenset(spec.name for spec in dataclasses.fields(Sharding)) - {"engine", "ranks"},
-    Measurement: frozenset({"measured_peak_reserved_bytes", "measured_device_total_bytes"}),
+    Measurement: frozenset(
+        {"measured_peak_reserved_bytes", "measured_device_total_bytes", "measured_peak_bytes_by_rank"}
+    ),
 }  # fmt: skip
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
 from lightning_memfit.observe.random_state import random_state_kept
@@ -64,7 +62,7 @@ class Planning:
         self._slices_compared = False
         self._recomputation_obstacle: str | None = None
         self._recomputation_seen = False
-        with _planned_lengths(prepared):
+        with prepared.as_planned():
             self.prepared = prepared.of_the_more_demanding_batch()
             self.fingerprint = dict(self.prepared.fingerprint())
         self._notes = (*self.prepared.notes, *self.prepared.scan_notes)
@@ -229,7 +227,7 @@ class Planning:
             return
         self._recomputation_seen = True
         self.announce("looking for blocks that are recomputed anyway")
-        with _planned_lengths(self.prepared):
+        with self.prepared.as_planned():
             self.prepared = self.prepared.seen_recomputing()
         if self.prepared.recomputed:
             self.space = self._space_given(self._obstacle)
@@ -245,7 +243,7 @@ class Planning:
         self._slices_compared = True
         if self.prepared.request.allow_inexact_slicing:
             self._notes += (_NOT_COMPARED,)
-        with random_state_kept(), _planned_lengths(self.prepared):
+        with random_state_kept(), self.prepared.as_planned():
             obstacle = self.prepared.guard.visible_obstacle()
             if obstacle is None and not self.prepared.request.allow_inexact_slicing:
                 obstacle = self._obstacle_to_slices_of(plan.split.micro_batch_size)
@@ -254,7 +252,7 @@ class Planning:
         return obstacle
 
     def _found(self) -> Found:
-        with _planned_lengths(self.prepared):
+        with self.prepared.as_planned():
             return search_plan(
                 self.prepared.request,
                 self.prepared.device,
@@ -269,7 +267,7 @@ class Planning:
 
     def _space_given(self, obstacle: str | None) -> SearchSpace:
         self._obstacle = obstacle
-        with _planned_lengths(self.prepared):
+        with self.prepared.as_planned():
             space = self.prepared.space(obstacle)
         ruled_out = self._recomputation_obstacle
         return space if ruled_out is None else space.without_recomputation(ruled_out)
@@ -299,17 +297,3 @@ def _sliced_size(forecast: Forecast) -> int:
     """Samples of the largest slice; 0 if the batch is not divided."""
     split = forecast.candidate.split
     return split.micro_batch_size if split.num_slices > 1 else 0
-
-
-@contextmanager
-def _planned_lengths(prepared: Preparation) -> Iterator[None]:
-    """Within it, user code may read the Trainer's loader, its length and its estimate of steps as they will be."""
-    with (
-        prepared.loaders_in_sight(),
-        answering_num_batches(
-            prepared.trainer,
-            num_batches=prepared.num_batches,
-            accumulate_grad_batches=prepared.loader_plan.accumulate_grad_batches,
-        ),
-    ):
-        yield

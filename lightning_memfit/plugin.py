@@ -28,6 +28,7 @@ from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states,
 from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
 from lightning_memfit.apply.quiet_end import quiet_end
 from lightning_memfit.apply.resumed import resumed_checkpoint
+from lightning_memfit.apply.sharding import ranks_of
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.cache_folder import cache_directory
@@ -280,6 +281,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             self._functions,
             worst_batch=self._worst_batch,
             cache_dir=self._cache_dir,
+            ranks=ranks_of(trainer),
         )
         try:
             with self._status() as announce:
@@ -297,7 +299,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             self._end()
             self._name_the_batch(error)
             raise
-        if self.verbose:
+        if self._speaks:
             render_plan(self.plan)
 
     def _prove(self, trainer: Any) -> None:
@@ -320,7 +322,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         self._record(trainer)
         for logger, why in log_hyperparameters(trainer, hyperparameters_of(self.plan, self.measured)).items():
             self._say(f"{logger} did not take the plan as hyperparameters: {why}. The run goes on.")
-        if self.verbose:
+        if self._speaks:
             render_measurement(self.plan, self.measured)
 
     @contextmanager
@@ -340,7 +342,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         words = f"MemFit does not train this run, as on_no_fit={self.request.on_no_fit!r} asks: "
         if self.verbose:
             self._say(words + no_fit.reason)
-        else:  # a run that does not train is never silent
+        elif trainer.is_global_zero:  # a run that does not train is never silent
             logging.getLogger(__name__).warning("%s%s", words, no_fit.reason.strip().partition("\n")[0])
         raise quiet_end(trainer)
 
@@ -367,7 +369,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         """Write a file where the run's logs are; the run goes on where that fails."""
         if trainer.fast_dev_run:  # which writes no files
             return
-        folder = trainer.log_dir or trainer.default_root_dir
+        folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks, so that all of them ask
+        if not trainer.is_global_zero:
+            return
         try:
             write(folder)
         except Exception as error:  # libraries of remote folders raise errors of their own; training needs none of them
@@ -375,7 +379,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
 
     def _report_replanned(self, plan: Plan, found: str) -> None:
         self.plan = plan
-        if self.verbose:
+        if self._speaks:
             self._say(f"The warm-up {found}; planned again with that correction.")
             render_plan(plan)
 
@@ -407,7 +411,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def _status(self) -> Iterator[Announce]:
         """A line on the terminal that says what is being done; nothing where there is no terminal or no wish for it."""
         console = Console(file=sys.stdout)  # the file is fixed here: a trace takes sys.stdout away for a while
-        if not (self.verbose and console.is_terminal):
+        if not (self._speaks and console.is_terminal):
             yield lambda words: None
             return
         status = console.status("MemFit")
@@ -421,8 +425,13 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         finally:
             status.stop()
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process prints: of several ranks the first one does."""
+        return self.verbose and (self._trainer is None or self._trainer.is_global_zero)
+
     def _say(self, text: str) -> None:
-        if self.verbose:
+        if self._speaks:
             rich.print(escape(text))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+from lightning_memfit.apply.sharding import is_ddp
 from lightning_memfit.apply.slicing import check_loss_weight
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import PlanRequest
@@ -61,10 +62,10 @@ def check_trainer(trainer: Any) -> None:
         f"{type(strategy).__name__} on {device.type} with {trainer.num_devices} device(s) x {trainer.num_nodes} node(s)"
     )
     single = type(strategy).__name__ == "SingleDeviceStrategy" and trainer.num_devices * trainer.num_nodes == 1
-    if not single or device.type not in ("cpu", "cuda"):
+    if not (single or is_ddp(strategy)) or device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"MemFit does not drive {found} in this release; it drives SingleDeviceStrategy on cpu or cuda with 1 "
-            f"device: Trainer(accelerator='cpu', devices=1). {_WAY_OUT}"
+            f"MemFit does not drive {found} in this release; it drives SingleDeviceStrategy and DDPStrategy on cpu or "
+            f"cuda, such as Trainer(accelerator='cpu', devices=2, strategy='ddp'). {_WAY_OUT}"
         )
     for callback in trainer.callbacks:
         if type(callback).__name__ == "GradientAccumulationScheduler":

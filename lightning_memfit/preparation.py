@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lightning_memfit.agreement import RankFacts, check_agreement, most_demanding, poorest
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
 from lightning_memfit.apply.length_cap import at_max_length
 from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_validation_batches
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
+from lightning_memfit.apply.sharding import sharding_of
 from lightning_memfit.apply.slicing import weight_of
+from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
 from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
 from lightning_memfit.hardware.detect import detect_again, detect_device
-from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.hardware.device import DeviceSpec, shared_by
 from lightning_memfit.hardware.gpu_probe import GpuProbe, probe_present, probed_rates, with_probe
 from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
@@ -42,6 +45,7 @@ from lightning_memfit.search.batch_arithmetic import (
 )
 from lightning_memfit.search.checkpointing import is_compiled, recomputable
 from lightning_memfit.search.levers import SearchSpace, search_space
+from lightning_memfit.sharding import Sharding
 from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.units import format_bytes
 from lightning_memfit.validate.arrived_batch import ArrivedBatch, arrived_batch
@@ -89,6 +93,8 @@ class Preparation:
     """Says what a candidate needs."""
     resident_batches: int
     """Batches alive at the same time."""
+    sharding: Sharding | None = None
+    """How the run is spread over several devices; ``None`` on one."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
     recomputed: frozenset[str] = frozenset()
@@ -139,18 +145,25 @@ class Preparation:
             optimizer=self.forecaster.optimizer_words,
             loader_batch_size=self.loader_plan.loader_batch_size,
             accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
+            ranks=self.num_ranks,
             trainer_facts=trainer_facts_of(self.trainer),
         )
 
     @property
+    def num_ranks(self) -> int:
+        """Devices that each take a share of the effective batch."""
+        return 1 if self.sharding is None else self.sharding.ranks
+
+    @property
     def _plain(self) -> Candidate:
-        return Candidate(precision=self.request.precision or "32-true", split=self._whole)
+        return Candidate(precision=self.request.precision or "32-true", split=self._whole, sharding=self.sharding)
 
     @property
     def _whole(self) -> BatchSplit:
         samples = self.loader_plan.loader_batch_size
         return BatchSplit(
             effective_batch_size=self.loader_plan.effective_batch_size,
+            ranks=self.num_ranks,
             loader_batch_size=samples,
             accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
             slice_sizes=(samples,),
@@ -179,6 +192,60 @@ class Preparation:
         """Within it, the Trainer tells loaders and numbers of batches as it will once it trains."""
         batch_size = self.loader_plan.loader_batch_size if self.loader_plan.rebuilt else None
         return loaders_in_sight(self.trainer, self.loader, batch_size)
+
+    def facts(self) -> RankFacts:
+        """What the other ranks of the run are told."""
+        with self.as_planned():
+            fingerprint = self.fingerprint()
+        return RankFacts(
+            request=self.request,
+            fingerprint=fingerprint,
+            num_batches=self.num_batches,
+            device=self.device,
+            budget=self.budget,
+            batch_bytes=measure(self.batch).num_bytes,
+            batch_shapes=shapes_in_words(self.batch),
+        )
+
+    def agreed(self, facts: Sequence[RankFacts], from_rank: Callable[[int, Any], Any]) -> Preparation:
+        """The same with the budget of the poorest rank, and the batch of the rank that has the largest.
+
+        Args:
+            facts: by rank.
+            from_rank: exchanges a value: (rank, this one's value) to that rank's.
+
+        Raises:
+            RanksDisagreeError: if the ranks are not about to train the same.
+        """
+        check_agreement(facts)
+        rank, budget = poorest(facts)
+        agreed = replace(self, budget=budget, device=facts[rank].device)
+        demanding = most_demanding(facts)
+        if demanding is None:
+            return agreed
+        batch, words = from_rank(demanding, (self.batch, self.planned_batch))
+        arrived = arrived_batch(self.trainer, self.module, batch)
+        return replace(
+            agreed,
+            batch=batch,
+            arrived=arrived,
+            planned_batch=f"{words}, of rank {demanding}",
+            rival=None,
+            forecaster=self.forecaster.for_batch(arrived.batch, waiting_batch=batch),
+        )
+
+    @contextmanager
+    def as_planned(self) -> Iterator[None]:
+        """Within it, user code may read the Trainer's loader, its length and its estimate of steps as they will be."""
+        with (
+            self.loaders_in_sight(),
+            answering_num_batches(
+                self.trainer,
+                num_batches=self.num_batches,
+                accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
+            ),
+        ):
+            yield
 
     def looked_at_again(self) -> Preparation:
         """The same with the device as it is now, such as just before a warm-up; a host stays what it was.
@@ -248,6 +315,7 @@ class Preparation:
             states_reason=facts.quantisation_obstacle,
             states_left=facts.left_as_configured,
             gradients_reason=None if self.module.automatic_optimization else MANUAL_ZEROING,
+            sharding=self.sharding,
         )
 
     def _optimizer_facts(self) -> OptimizerFacts:
@@ -268,6 +336,7 @@ def prepare(
     *,
     worst_batch: WorstBatch = None,
     cache_dir: Path | None = None,
+    leads: bool = True,
 ) -> Preparation:
     """Look at everything; change nothing, random states included.
 
@@ -280,6 +349,7 @@ def prepare(
         probers: find the operators' hidden temporaries.
         worst_batch: the largest batch, or a function that makes it, if the user gives one.
         cache_dir: keeps what was measured of the device.
+        leads: whether this rank plans; the others need not know how fast the device is.
 
     Raises:
         ConfigurationError: if the effective batch cannot be formed, or there is nothing to train on.
@@ -302,7 +372,8 @@ def prepare(
     device, probe = detect_device(str(trainer.strategy.root_device)), None
     rates: DeviceRates | None
     if device.kind == "cpu":
-        rates = measure_rates(cache_dir=cache_dir)
+        rates = measure_rates(cache_dir=cache_dir) if leads else None
+        device = shared_by(device, trainer.num_devices)
     else:
         probe = probe_present(device, cache_dir=cache_dir)
         device, rates = with_probe(device, probe), probed_rates(probe) or rates_of(device)
@@ -336,6 +407,7 @@ def prepare(
             device=device,
         ),
         resident_batches=resident_batches,
+        sharding=sharding_of(trainer),
         scan_is_complete=scanned.complete,
         notes=(
             *_notes(trainer, loader, loader_plan),
@@ -354,15 +426,17 @@ def _loader_plan(trainer: Any, module: Any, request: PlanRequest, loader: TrainL
         ConfigurationError: if it cannot be formed.
     """
     asked = request.effective_batch_size
-    if not module.automatic_optimization and asked not in (None, samples):
+    if not module.automatic_optimization and asked not in (None, samples * trainer.world_size):
+        of = "" if trainer.world_size == 1 else f" on each of {trainer.world_size} ranks"
         raise ConfigurationError(
-            f"effective_batch_size={asked}, and the loader's batches have {samples} samples: under manual optimization "
-            "training_step itself decides when its optimizers step, so that MemFit neither accumulates batches nor "
-            f"changes their size. Set the loader's batch_size to {asked}, or leave effective_batch_size out."
+            f"effective_batch_size={asked}, and the loader's batches have {samples} samples{of}: under manual "
+            "optimization training_step itself decides when its optimizers step, so that MemFit neither accumulates "
+            f"batches nor changes their size. Set the loader's batch_size to {asked // trainer.world_size}, or leave "
+            "effective_batch_size out."
         )
     return resolve_loader(
         effective_batch_size=asked,
-        ranks=1,
+        ranks=trainer.world_size,
         loader_batch_size=samples,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         can_rebuild=loader.can_rebuild,

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
-
-from torch.utils.checkpoint import CheckpointError
+from dataclasses import replace
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
-from lightning_memfit.apply.quantised_states import verify_all_quantised
-from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.contest import Standing, fastest
-from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError, first_line, is_out_of_memory
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.evaluation_forecast import predicted_evaluation_peak
-from lightning_memfit.hardware.detect import detect_device
-from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.observe.cuda_memory import limit_of, meter_of
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Budget, Choice, Forecast, Measurement, PassedOver, Plan
 from lightning_memfit.planning import Planning
+from lightning_memfit.real_steps import Unrecomputable
 from lightning_memfit.report.no_fit import no_fit_message
 from lightning_memfit.search.reasons import choices_of
+from lightning_memfit.steps_of_all_ranks import Steps
 from lightning_memfit.trace.manual_step import MOST_BATCHES
 from lightning_memfit.units import MIB, format_bytes, format_seconds
 from lightning_memfit.validate.verdict import far_below, judge
-from lightning_memfit.validate.warmup import run_warmup, silenced, time_steps
+from lightning_memfit.validate.warmup import silenced
 
 MAX_ATTEMPTS = 4
 """Warm-ups of one fit: the first plan's, and those of plans made after a measurement above the budget."""
-TIMED_SECONDS = 0.5
-"""Seconds of unprofiled steps with which each of the nearly fastest plans is timed; at least one step."""
-
 _NOTHING_PROVEN = (
     "NOT PROVEN: training_step gave no loss for the first batch (or, under manual optimization, an optimizer did not "
     f"step within {MOST_BATCHES} batches), so that the warm-up measured steps that do nothing"
@@ -44,61 +33,20 @@ Failed = tuple[Forecast, Measurement | None]
 Report = Callable[[Plan, str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unrecomputable:
-    """Why modules cannot be recomputed, as the warm-up found."""
-
-    error: str
-    """What one of them does, in sentences."""
-    reason: str
-    """The same in few words."""
-
-
-def _gave_something_else(error: CheckpointError) -> _Unrecomputable:
-    said = first_line(error).removeprefix("torch.utils.checkpoint: ").rstrip(".")
-    return _Unrecomputable(
-        error=(
-            f"computes something else when it is recomputed ({said}). Its result depends on more than its inputs and "
-            "torch's random numbers, such as a counter."
-        ),
-        reason=f"gave something else than in its first pass ({said})",
-    )
-
-
-def _is_of_the_compiler(error: Exception) -> bool:
-    return any(base.__module__ == "torch._dynamo.exc" for base in type(error).__mro__)
-
-
-def _not_compiled(error: Exception) -> _Unrecomputable:
-    """A function, or a ``forward``, under ``torch.compile`` calls the module: which one cannot be seen beforehand."""
-    said = first_line(error).rstrip(".")
-    why = f"is called by code under torch.compile, which cannot be compiled when it is recomputed ({said})"
-    return _Unrecomputable(error=f"{why}.", reason=why)
-
-
 class Proving:
     """Runs plans on the live Trainer until one stands."""
 
-    def __init__(
-        self,
-        planning: Planning,
-        levers: StepLevers,
-        validation: ScannedBatch | None,
-        *,
-        leave_gpu: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, planning: Planning, steps: Steps, validation: ScannedBatch | None) -> None:
         """Run nothing yet.
 
         Args:
             planning: searches again where a plan does not stand.
-            levers: puts candidates on the Trainer.
+            steps: runs candidates for real.
             validation: the largest validation batch; ``None`` if the run does not validate.
-            leave_gpu: ends what a search left running on the GPU, before anything is measured there.
         """
-        self._leave_gpu = leave_gpu
         self._planning = planning
         self._prepared = planning.prepared
-        self._levers = levers
+        self._steps = steps
         self._validation = validation
         self._tried: list[PassedOver] = []
 
@@ -139,10 +87,10 @@ class Proving:
                     failed.append((corrected, measurement))
                     self._pass_over(corrected, verdict.reason)
                     found = "ran out of memory" if measurement is None else "needed more than predicted"
-            self._levers.take_off()
+            self._steps.take_off()
             if attempt + 1 < MAX_ATTEMPTS:
                 plan = self._plan_again(failed, evaluated)
-                self._levers.put_on(plan.candidate)
+                self._steps.put_on(plan.candidate)
                 report(plan, found)
         raise self._nothing_stands(failed) if evaluated is None else _evaluation_does_not_fit(evaluated, budget)
 
@@ -175,7 +123,7 @@ class Proving:
             )
         )
 
-    def _without_recomputation(self, plan: Plan, mismatch: _Unrecomputable) -> str:
+    def _without_recomputation(self, plan: Plan, mismatch: Unrecomputable) -> str:
         """Recompute nothing in further plans, since recomputing gave something else than the first pass.
 
         Which module it was, torch does not tell.
@@ -205,8 +153,8 @@ class Proving:
         plan = replace(plan, passed_over=(*ruled_out, *others))
         if winner.forecast.candidate != plan.candidate:
             plan = self._plan_of(winner, plan)
-        self._levers.put_on(plan.candidate)
-        plan = replace(plan, forecast=self._with_evaluation(plan.forecast), notes=(*plan.notes, *self._levers.notes))
+        self._steps.put_on(plan.candidate)
+        plan = replace(plan, forecast=self._with_evaluation(plan.forecast), notes=(*plan.notes, *self._steps.notes))
         if outcome.reason:
             speed = Choice(lever="speed", value=f"{format_seconds(winner.seconds)} per step", reason=outcome.reason)
             plan = replace(plan, choices=(*plan.choices, speed))
@@ -226,13 +174,13 @@ class Proving:
             return []
         if not far_below(standing.forecast, standing.measurement):
             return []
-        self._levers.take_off()
+        self._steps.take_off()
         found = self._planning.freed()
         known = {standing.forecast.candidate, *(rival.candidate for rival in rivals)}
         return [] if found.candidate in known else [found]
 
     def _prove_rival(self, rival: Forecast) -> tuple[Measurement | None, bool] | None:
-        self._levers.put_on(rival.candidate)
+        self._steps.put_on(rival.candidate)
         measurement, mismatch = self._warm_up(rival)
         if mismatch is not None:
             self._pass_over(rival, f"a module that was recomputed {mismatch.reason}")
@@ -256,71 +204,16 @@ class Proving:
         passed = [other for other in planned.passed_over if other.candidate != forecast.candidate]
         return replace(planned, forecast=forecast, choices=choices, passed_over=(slower, *passed))
 
-    def _warm_up(self, forecast: Forecast) -> tuple[Measurement | None, _Unrecomputable | None]:
+    def _warm_up(self, forecast: Forecast) -> tuple[Measurement | None, Unrecomputable | None]:
         """What was measured, ``None`` where memory ran out; or why modules cannot be recomputed."""
-        candidate, request = forecast.candidate, self._prepared.request
-        self._planning.announce(f"proving with {request.num_profiled_steps} real steps: {candidate.label}")
-        verify = (
-            partial(verify_all_quantised, module=self._prepared.module)
-            if candidate.optimizer_states == "8bit"
-            else None
-        )
-        self._leave_gpu()
-        measurement = mismatch = None
-        try:
-            with self._prepared.loaders_in_sight(), self._limited():
-                measurement = run_warmup(
-                    trainer=self._prepared.trainer,
-                    module=self._prepared.module,
-                    batch=self._prepared.batch,
-                    validation_batch=None if self._validation is None else self._validation.batch,
-                    accumulate_grad_batches=candidate.split.accumulate_grad_batches,
-                    num_profiled_steps=request.num_profiled_steps,
-                    spare_bytes=_spare_bytes(self._prepared.device, self._prepared.budget, forecast),
-                    resident_batches=self._prepared.resident_batches,
-                    meter=meter_of(self._prepared.trainer.strategy.root_device),
-                    timed_seconds=TIMED_SECONDS if len(self._planning.contenders) > 1 else 0.0,
-                    verify_states=verify,
-                    validation_loader=None if self._validation is None else self._validation.dataloader_idx,
-                    validation_batches=None if self._validation is None else self._validation.epoch_batches,
-                )
-        except CheckpointError as error:
-            if not candidate.checkpointed_modules:
-                raise  # of a checkpoint of the user's own
-            mismatch = _gave_something_else(error)
-        except Exception as error:
-            if candidate.checkpointed_modules and _is_of_the_compiler(error):
-                mismatch = _not_compiled(error)
-            elif not is_out_of_memory(error):
-                raise
-        # Outside of the except block: the error's traceback keeps the step's tensors alive.
-        if measurement is not None and self._validation is not None:
-            kept = round(measurement.evaluation_kept_bytes * self._validation.mean_share)
-            measurement = replace(measurement, evaluation_batch=self._validation.describe(), evaluation_kept_bytes=kept)
-        return measurement, mismatch
+        steps = self._prepared.request.num_profiled_steps
+        self._planning.announce(f"proving with {steps} real steps: {forecast.candidate.label}")
+        ran = self._steps.warm_up(forecast, timed=len(self._planning.contenders) > 1)
+        return ran.measurement, ran.mismatch
 
     def _retime(self, forecast: Forecast) -> float:
-        """Seconds of a step; infinite where it does not run a second time, so that the first time counts."""
-        self._levers.put_on(forecast.candidate)
         self._planning.announce(f"timing again: {forecast.candidate.label}")
-        self._leave_gpu()
-        try:
-            with self._prepared.loaders_in_sight(), self._limited():
-                return time_steps(
-                    trainer=self._prepared.trainer,
-                    module=self._prepared.module,
-                    batch=self._prepared.batch,
-                    seconds=TIMED_SECONDS,
-                    accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
-                    spare_bytes=_spare_bytes(self._prepared.device, self._prepared.budget, forecast),
-                )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        return math.inf
-
-    def _limited(self) -> AbstractContextManager[None]:
-        return limit_of(self._prepared.trainer.strategy.root_device, self._prepared.budget.budget_bytes)
+        return self._steps.retime(forecast)
 
     def _nothing_stands(self, failed: Sequence[Failed]) -> NoFeasiblePlanError:
         """The smallest that was measured, or where every warm-up ran out of memory, the smallest that was tried."""
@@ -349,13 +242,6 @@ class Proving:
                 "not tried: micro_batch_size= begins with them."
             )
         return NoFeasiblePlanError(message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes)
-
-
-def _spare_bytes(device: DeviceSpec, budget: Budget, forecast: Forecast) -> int:
-    """What the plan's peak leaves of the host's memory; the snapshot of the warm-up shares it."""
-    if device.kind == "cuda":
-        return detect_device("cpu").available_bytes
-    return budget.capacity_bytes - budget.non_torch_bytes - forecast.predicted_peak_bytes
 
 
 def _evaluation_fits(measurement: Measurement, budget: Budget) -> bool:

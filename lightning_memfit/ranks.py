@@ -44,6 +44,10 @@ class Ranks(Protocol):
     def is_leader(self) -> bool:
         """Whether this one plans for all."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it waits for no other rank now."""
+
     def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = ...) -> Told[T]:
         """Run ``work`` on every rank; an error of one ends it on all."""
 
@@ -52,6 +56,9 @@ class Ranks(Protocol):
 
     def share(self, value: T | None = None) -> T:
         """The leader's value."""
+
+    def from_rank(self, rank: int, value: T) -> T:
+        """The value that one of them has."""
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
@@ -89,6 +96,7 @@ class OneRank:
     index = 0
     count = 1
     is_leader = True
+    is_alone = True
 
     def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = _itself) -> Told[T]:
         """Run it."""
@@ -102,6 +110,10 @@ class OneRank:
     def share(self, value: T | None = None) -> T:
         """The value itself."""
         return value  # type: ignore[return-value]  # the leader always has one
+
+    def from_rank(self, rank: int, value: T) -> T:
+        """The value itself."""
+        return value
 
     def mean(self, value: float) -> float:
         """The number itself."""
@@ -159,6 +171,11 @@ class SeveralRanks:
     def is_leader(self) -> bool:
         """Rank 0 plans."""
         return self.index == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is within :meth:`alone`."""
+        return self._is_alone
 
     def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = _itself) -> Told[T]:
         """Run ``work`` on every rank and wait for all of them.
@@ -223,6 +240,11 @@ class SeveralRanks:
         shared: T = self._broadcast(value, "waiting for rank 0")
         return shared
 
+    def from_rank(self, rank: int, value: T) -> T:
+        """The value that one of them has; the others' is not looked at."""
+        shared: T = self._broadcast(value, f"waiting for rank {rank}", source=rank)
+        return shared
+
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks, in float64."""
         if self._is_alone:
@@ -285,10 +307,10 @@ class SeveralRanks:
             dist.all_gather_object(outcomes, value, group=self._group)
         return outcomes
 
-    def _broadcast(self, value: Any, doing: str) -> Any:
+    def _broadcast(self, value: Any, doing: str, *, source: int = 0) -> Any:
         box = [value]
         with self._named(doing):
-            dist.broadcast_object_list(box, src=0, group=self._group)
+            dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
     @contextmanager

@@ -10,6 +10,7 @@ from lightning_memfit.apply.slicing import LOSS_WEIGHT_WORDS
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import join_outputs
 from lightning_memfit.errors import BatchStructureError, first_line, is_out_of_memory
+from lightning_memfit.observe.lone_rank import without_other_ranks
 from lightning_memfit.plan import balanced_slices
 from lightning_memfit.trace.training_step import program_of
 from lightning_memfit.validate.splittable import (
@@ -57,6 +58,10 @@ class SliceGuard:
         the planned size: a loss that weighs classes or leaves labels out is no mean over samples, but four samples need
         not show it.
         """
+        with without_other_ranks():
+            return self._compared(micro_batch_size)
+
+    def _compared(self, micro_batch_size: int) -> str | None:
         obstacle = self._compare_few()
         # More samples than a slice may not fit, even without gradients; then as many as a slice are compared.
         for samples in (2 * micro_batch_size, micro_batch_size):

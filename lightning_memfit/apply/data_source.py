@@ -1,8 +1,9 @@
 """Adapter for the data sources of Lightning's loops (2.5 and 2.6): asking them, and answering in their place.
 
 Touches ``trainer.fit_loop._data_source`` and ``trainer.fit_loop.epoch_loop.val_loop._data_source`` with their
-``instance`` and ``dataloader()``, ``val_loop._combined_loader``, ``CombinedLoader._mode``, and, of the module that
-defines the data source, ``_request_dataloader``, ``CombinedLoader`` and ``_auto_add_worker_init_fn``.
+``instance`` and ``dataloader()``, ``val_loop._combined_loader``, ``CombinedLoader._mode``,
+``trainer._data_connector._prepare_dataloader`` (with ``RunningStage`` of its module), and, of the module that defines
+the data source, ``_request_dataloader``, ``CombinedLoader`` and ``_auto_add_worker_init_fn``.
 """
 
 from __future__ import annotations
@@ -59,6 +60,21 @@ def combined(source: Any, loader: Any, mode: str) -> Any:
     """The loader as a ``CombinedLoader``: itself if it is one, else one of this mode around it."""
     combined_loader = defined_beside(source, "CombinedLoader")
     return loader if isinstance(loader, combined_loader) else combined_loader(loader, mode)
+
+
+def of_this_rank(trainer: Any, loader: Any) -> Any:
+    """One of the train loaders as this rank reads it: with a ``DistributedSampler`` where Lightning puts one.
+
+    Lightning leaves it as it is when it processes it a second time.
+
+    Raises:
+        UnsupportedError: if this version of Lightning prepares loaders in another way.
+    """
+    if trainer.world_size == 1:
+        return loader
+    connector = _attribute(trainer, "_data_connector")
+    stage = sys.modules[type(connector).__module__].RunningStage.TRAINING
+    return _attribute(connector, "_prepare_dataloader")(loader, shuffle=True, mode=stage)
 
 
 def mode_of(combined: Any) -> str:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_memfit.apply.sharding import is_ddp
+
 
 class GradientExchange(Protocol):
     """How an engine lets gradients be exchanged less often than there are slices."""
@@ -25,6 +27,13 @@ class GradientExchange(Protocol):
     def never(self) -> AbstractContextManager[Any] | None:
         """Within it steps run on this rank alone; ``None`` where the engine cannot do without the others."""
 
+    def held_bytes(self) -> int:
+        """Bytes of torch's allocator that the engine holds all the time, beside module and optimizer."""
+
+    @property
+    def settles(self) -> bool:
+        """Whether the first steps make anew what the engine holds, so that only those behind them are measured."""
+
 
 class NoExchange:
     """One device: there is nothing to exchange."""
@@ -36,6 +45,12 @@ class NoExchange:
     def never(self) -> AbstractContextManager[Any] | None:
         """As ever."""
         return nullcontext()
+
+    def held_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+    settles = False
 
 
 class DdpExchange:
@@ -66,9 +81,23 @@ class DdpExchange:
         finally:
             model.require_forward_param_sync = before
 
+    def held_bytes(self) -> int:
+        """The buckets: one element for each of every parameter that is trained.
+
+        Source: pytorch/pytorch ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13: ``initialize_buckets``.
+        """
+        model = self._strategy.model
+        if not isinstance(model, DistributedDataParallel):  # not wrapped yet
+            return 0
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        return sum(parameter.numel() * parameter.element_size() for parameter in trained)
+
+    # Behind the first backward that exchanges, the buckets are made anew in the order in which gradients came.
+    settles = True
+
 
 def exchange_of(strategy: Any) -> GradientExchange:
     """How the strategy of a run exchanges gradients."""
-    if any(cls.__name__ == "DDPStrategy" for cls in type(strategy).__mro__):
+    if is_ddp(strategy):
         return DdpExchange(strategy)
     return NoExchange()

@@ -28,6 +28,7 @@ from lightning_memfit.apply.data_source import (
     combined,
     forget_answer,
     mode_of,
+    of_this_rank,
     structured,
     train_source,
     validation_loaders,
@@ -51,7 +52,7 @@ class TrainLoader:
     def __init__(self, trainer: Any, source: Any, loader: Any, hook_move: Move) -> None:
         """Use :meth:`request` instead."""
         self.loader = loader
-        """What the user's hook returned, or what was passed to ``fit``."""
+        """What the user's hook returned, or what was passed to ``fit``; with this rank's share of it."""
         self._trainer, self._source, self._hook_move = trainer, source, hook_move
         self._instance = source.instance
         self._combined = combined(source, loader, "max_size_cycle")
@@ -79,7 +80,9 @@ class TrainLoader:
                 "train_dataloader() returned None, so there is no batch to plan with. Return a DataLoader or another "
                 "iterable over batches."
             )
-        return cls(trainer, source, loader, move)
+        members = combined(source, loader, "max_size_cycle")
+        shares = [of_this_rank(trainer, member) for member in members.flattened]
+        return cls(trainer, source, _put_back(members, loader, shares), move)
 
     @property
     def batch_size(self) -> int | None:

@@ -17,6 +17,11 @@ tokens, or what the user's function says):
    multiplied once by A x W_first / W_true.
 
 Losses that are sums over samples (``loss_weight="sum"``) are added as they are: no factor, no rescaling.
+
+Under several ranks the engine takes the mean of their gradients, so that W_first must be the same number on all of them
+and W_true the mean of theirs: W_first is then the loader's batch size, or for other weights the mean over the ranks of
+the first batch that has any, kept for all windows; W_true is exchanged once per optimizer step. Gradients are exchanged
+in the last slice alone where the engine allows it, and each rank goes backward in every batch, since the others wait.
 """
 
 from __future__ import annotations
@@ -35,12 +40,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memfit.apply.gradient_exchange import GradientExchange, NoExchange
 from lightning_memfit.apply.precision import DelegatingPrecision, install_rescale
 from lightning_memfit.apply.slice_logs import SliceLogs
 from lightning_memfit.apply.slicing import BatchDivider, BatchSlice, LossWeight, SplitBatch
 from lightning_memfit.batch_tree import detach_tensors, join_outputs, weighted_mean
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import BatchSplit
+from lightning_memfit.ranks import OneRank, Ranks
 from lightning_memfit.undo import Undo, set_instance_attribute
 from lightning_memfit.upstream import defining_module
 
@@ -53,7 +60,7 @@ class _Window:
     """Lightning batches that share one optimizer step."""
 
     expected_batches: int
-    sums: bool = False
+    as_they_are: bool = False
     first_weight: float = 0.0
     weights: dict[int, float] = field(default_factory=dict)  # by batch_idx: a closure that runs twice counts once
     needs_rescale: bool = False
@@ -61,7 +68,7 @@ class _Window:
 
     def factor(self, weight: float) -> float:
         """What a slice's loss, divided by A already, is multiplied by."""
-        return 1.0 if self.sums or weight == self.first_weight else weight / self.first_weight
+        return 1.0 if self.as_they_are or weight == self.first_weight else weight / self.first_weight
 
     def record(self, batch_idx: int, weight: float) -> None:
         self.weights[batch_idx] = weight
@@ -71,12 +78,18 @@ class _Window:
     def true_weight(self) -> float:
         return math.fsum(self.weights.values())
 
-    def close(self) -> float:
-        """End the window; what every gradient must be multiplied by."""
+    def close(self, mean: Callable[[float], float]) -> float:
+        """End the window; what every gradient must be multiplied by.
+
+        Args:
+            mean: gives the mean of a number over the ranks.
+        """
         self.needs_rescale = False
         self.stepped = True
-        expected, true = self.expected_batches * self.first_weight, self.true_weight
-        if self.sums or true == 0 or math.isclose(expected, true, rel_tol=1e-13):
+        if self.as_they_are:
+            return 1.0
+        expected, true = self.expected_batches * self.first_weight, mean(self.true_weight)
+        if true == 0 or math.isclose(expected, true, rel_tol=1e-13):
             return 1.0
         return expected / true
 
@@ -96,6 +109,8 @@ class Slicer:
         split_batch: SplitBatch | None = None,
         loss_weight: LossWeight = "samples",
         zero_gradients_early: bool = False,
+        ranks: Ranks | None = None,
+        exchange: GradientExchange | None = None,
     ) -> None:
         """Remember the settings; nothing is changed before ``apply``.
 
@@ -107,6 +122,8 @@ class Slicer:
             loss_weight: what a slice's mean loss counts; the words are those of
                 :func:`~lightning_memfit.apply.slicing.weight_of`.
             zero_gradients_early: free the gradients before the forward of a window instead of after it.
+            ranks: the processes that train together; by default this one alone.
+            exchange: how they exchange gradients.
 
         Raises:
             ConfigurationError: if ``loss_weight`` is neither a known word nor callable.
@@ -116,6 +133,10 @@ class Slicer:
         self._split = split
         self._divider = BatchDivider(split=split, split_batch=split_batch, loss_weight=loss_weight)
         self._zero_gradients_early = zero_gradients_early
+        self._ranks: Ranks = OneRank() if ranks is None else ranks
+        self._exchange: GradientExchange = NoExchange() if exchange is None else exchange
+        # Under several ranks, what a batch is expected to weigh on each; ``None`` until it is known.
+        self._common_weight = float(split.loader_batch_size) if self._divider.weighs_samples else None
         self._window: _Window | None = None
         self._original_make_closure: Callable[..., Any] | None = None
         self._warned: set[str] = set()
@@ -147,11 +168,13 @@ class Slicer:
         undivided = self._split.num_slices == 1
         if undivided and accumulate == 1 and not self._zero_gradients_early:
             return self._original_make_closure(kwargs, optimizer, batch_idx)
-        if undivided and accumulate == 1:
-            slices = [BatchSlice(batch=kwargs["batch"], samples=1, weight=1.0)]
-        else:
+        weighed = not (undivided and accumulate == 1)
+        if weighed:
             slices = self._divider.divide(kwargs["batch"])
-        window, leftover_gradients = self._window_for(batch_idx, accumulate, sum(part.weight for part in slices))
+        else:
+            slices = [BatchSlice(batch=kwargs["batch"], samples=1, weight=1.0)]
+        weight = sum(part.weight for part in slices)
+        window, leftover_gradients = self._window_for(batch_idx, accumulate, weight, weighed=weighed)
         loop = _automatic_optimization(self._trainer)
         zero_at = batch_idx - batch_idx % accumulate if leftover_gradients else batch_idx
         step = _BatchStep(
@@ -166,6 +189,8 @@ class Slicer:
             zero_gradients_early=self._zero_gradients_early,
             backward=loop._make_backward_fn(optimizer),
             warned=self._warned,
+            ranks=self._ranks,
+            exchange=self._exchange,
         )
         return _closure_class(_loop_module(loop).AbstractClosure)(step)
 
@@ -173,7 +198,7 @@ class Slicer:
         """Multiply every gradient once, where the window's true weight is not the expected one. Idempotent."""
         if self._window is None or not self._window.needs_rescale:
             return
-        factor = self._window.close()
+        factor = self._window.close(self._ranks.mean)
         if factor == 1.0:
             return
         for group in optimizer.param_groups:
@@ -181,7 +206,7 @@ class Slicer:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def _window_for(self, batch_idx: int, accumulate: int, weight: float) -> tuple[_Window, bool]:
+    def _window_for(self, batch_idx: int, accumulate: int, weight: float, *, weighed: bool) -> tuple[_Window, bool]:
         """The window of a batch, and whether gradients of a finished one are still there to be zeroed.
 
         A window starts anew where Lightning starts one, after a step, and with the first batch seen (resume).
@@ -190,10 +215,21 @@ class Slicer:
         starts = batch_idx % accumulate == 0
         leftover_gradients = window is not None and window.stepped and not starts
         if window is None or window.stepped or starts:
-            window = self._window = _Window(expected_batches=accumulate, sums=self._divider.sums)
-        if window.first_weight == 0:
-            window.first_weight = weight
+            window = self._window = _Window(expected_batches=accumulate, as_they_are=not weighed or self._divider.sums)
+        if window.first_weight == 0 and not window.as_they_are:
+            window.first_weight = self._expected_weight(weight)
         return window, leftover_gradients
+
+    def _expected_weight(self, weight: float) -> float:
+        """What each batch of a window is expected to weigh, the same on every rank."""
+        if self._ranks.count == 1:
+            return weight
+        if self._common_weight is not None:
+            return self._common_weight
+        expected = self._ranks.mean(weight)
+        if expected and not self._ranks.is_alone:
+            self._common_weight = expected
+        return expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +247,17 @@ class _BatchStep:
     zero_gradients_early: bool
     backward: Callable[[Tensor], None] | None
     warned: set[str]
+    ranks: Ranks
+    exchange: GradientExchange
 
     def run(self) -> Any:
         """Lightning's ``ClosureResult`` for the whole batch."""
+        if self.ranks.count == 1:
+            return self._run()
+        with self.ranks.failing("running a training step"):
+            return self._run()
+
+    def _run(self) -> Any:
         if self.zero_gradients is not None and self.zero_gradients_early:
             self.zero_gradients()
         return self._run_undivided(self.slices[0]) if len(self.slices) == 1 else self._run_slices()
@@ -221,10 +265,11 @@ class _BatchStep:
     def _run_undivided(self, whole: BatchSlice) -> Any:
         result = self._forward(whole)
         if result.closure_loss is None:
+            self._check_may_be_none(of=1)
             self._warn_of_none()
         self._zero_gradients_late()
         if result.closure_loss is not None:
-            self._backward(result.closure_loss, whole.weight)
+            self._backward(result.closure_loss, whole.weight, is_last=True)
         self.window.record(self.batch_idx, whole.weight if result.closure_loss is not None else 0.0)
         return result
 
@@ -232,20 +277,23 @@ class _BatchStep:
         hooks = self.trainer.precision_plugin.backward_hooks
         logs, done, losses, extras = SliceLogs(), [], [], []
         went_backward = False
+        last = self._last_backward()
         for index, part in enumerate(self.slices):
-            with self._collected(logs, part.weight):
-                result = self._forward(part)
-            if index == 0:
-                self._zero_gradients_late()
-            if result.closure_loss is None:
-                continue
-            done.append(part)
-            losses.append(result.loss)
-            extras.append(detach_tensors(result.extra))
-            result.extra = {}
-            with hooks.firing(before=not went_backward, after=False):
-                went_backward |= self._backward(result.closure_loss, part.weight)
-            del result  # its graph must not live through the next forward
+            with self.exchange.around_slice(is_last=index == last):
+                with self._collected(logs, part.weight):
+                    result = self._forward(part)
+                if index == 0:
+                    self._zero_gradients_late()
+                if result.closure_loss is None:
+                    self._check_may_be_none(of=len(self.slices))
+                    continue
+                done.append(part)
+                losses.append(result.loss)
+                extras.append(detach_tensors(result.extra))
+                result.extra = {}
+                with hooks.firing(before=not went_backward, after=False):
+                    went_backward |= self._backward(result.closure_loss, part.weight, is_last=index == last)
+                del result  # its graph must not live through the next forward
         logs.emit(self._results.log)
         if went_backward:
             self.trainer.precision_plugin.post_backward(losses[-1], self.module)
@@ -260,7 +308,7 @@ class _BatchStep:
             self._warn_of_some_none(len(self.slices) - len(done))
         weights = [part.weight for part in done]
         joined = join_outputs(extras, [part.samples for part in done], weights)
-        loss = torch.stack(losses).sum() if self.window.sums else weighted_mean(losses, weights)
+        loss = torch.stack(losses).sum() if self.window.as_they_are else weighted_mean(losses, weights)
         return self.loop.output_result_cls(loss, extra=joined)
 
     def _forward(self, part: BatchSlice) -> Any:
@@ -268,10 +316,32 @@ class _BatchStep:
         kwargs["batch"] = part.batch
         return self.loop._make_step_fn(kwargs)()
 
-    def _backward(self, loss: Tensor, weight: float) -> bool:
+    def _last_backward(self) -> int:
+        """Index of the last slice that weighs something; of the last one where none does, since other ranks wait."""
+        weighing = [index for index, part in enumerate(self.slices) if part.weight]
+        return weighing[-1] if weighing else len(self.slices) - 1
+
+    def _check_may_be_none(self, *, of: int) -> None:
+        """Refuse a step without a loss where other ranks would wait for its gradients for ever.
+
+        Raises:
+            UnsupportedError: naming rank and batch.
+        """
+        if self.ranks.count > 1 and self.backward is not None:
+            part = f"batch {self.batch_idx}" if of == 1 else f"a slice of batch {self.batch_idx} (of {of})"
+            raise UnsupportedError(
+                f"training_step returned None for {part} on rank {self.ranks.index}, and {self.ranks.count} ranks wait "
+                "for its gradients. Return a loss, such as one that is multiplied by 0."
+            )
+
+    def _backward(self, loss: Tensor, weight: float, *, is_last: bool) -> bool:
         """Backward of one slice's loss, which Lightning divided by A; whether there was anything to do."""
-        if self.backward is None or weight == 0:
+        if self.backward is None:
             return False
+        if weight == 0:
+            if self.ranks.count == 1 or not is_last:
+                return False
+            loss = torch.nan_to_num(loss)  # the mean over nothing; the other ranks wait for gradients all the same
         factor = self.window.factor(weight)
         self.backward(loss if factor == 1.0 else loss * factor)
         return True

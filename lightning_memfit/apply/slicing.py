@@ -43,6 +43,7 @@ class BatchDivider:
 
     Attributes:
         sums: whether losses of slices are added, and not averaged by their weights.
+        weighs_samples: whether a slice weighs as much as it has samples.
     """
 
     def __init__(self, *, split: BatchSplit, split_batch: SplitBatch | None, loss_weight: LossWeight) -> None:
@@ -58,6 +59,7 @@ class BatchDivider:
         """
         check_loss_weight(loss_weight)
         self.sums = loss_weight == "sum"
+        self.weighs_samples = loss_weight in ("samples", "sum")
         self._split = split
         self._split_batch = split_batch
         self._loss_weight = loss_weight

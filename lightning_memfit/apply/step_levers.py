@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
+from lightning_memfit.apply.gradient_exchange import exchange_of
 from lightning_memfit.apply.micro_batches import Slicer
 from lightning_memfit.apply.optimizer_checkpoints import as_configured_groups, carry_states, implementation_flags
 from lightning_memfit.apply.optimizer_implementation import set_implementation
@@ -16,6 +17,7 @@ from lightning_memfit.apply.precision import exchange_delegate
 from lightning_memfit.apply.quantised_states import quantisation_obstacle, quantise
 from lightning_memfit.apply.slicing import LossWeight, SplitBatch
 from lightning_memfit.plan import Candidate, OptimizerImplementation, OptimizerStates
+from lightning_memfit.ranks import Ranks
 from lightning_memfit.undo import Undo
 
 _AS_CONFIGURED: tuple[OptimizerStates, OptimizerImplementation] = ("as-configured", "as-configured")
@@ -29,7 +31,13 @@ class StepLevers:
     """
 
     def __init__(
-        self, trainer: Any, module: Any, *, split_batch: SplitBatch | None = None, loss_weight: LossWeight = "samples"
+        self,
+        trainer: Any,
+        module: Any,
+        *,
+        split_batch: SplitBatch | None = None,
+        loss_weight: LossWeight = "samples",
+        ranks: Ranks | None = None,
     ) -> None:
         """Change nothing yet.
 
@@ -38,7 +46,9 @@ class StepLevers:
             module: its LightningModule.
             split_batch: the user's function that divides batches.
             loss_weight: what a slice's mean loss counts.
+            ranks: the processes that train together; by default this one alone.
         """
+        self._ranks = ranks
         self._trainer = trainer
         self._module = module
         self._split_batch: SplitBatch | None = split_batch
@@ -105,6 +115,8 @@ class StepLevers:
             split_batch=self._split_batch,
             loss_weight=self._loss_weight,
             zero_gradients_early=candidate.zero_gradients_early,
+            ranks=self._ranks,
+            exchange=exchange_of(self._trainer.strategy),
         )
 
     def take_off(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -81,3 +81,15 @@ class DeviceSpec:
     """Backends of ``scaled_dot_product_attention`` that the device can run."""
     unknowns: tuple[str, ...] = ()
     """What is not known of the device and is therefore assumed or left out, such as ``"rates"``."""
+
+
+def shared_by(host: DeviceSpec, processes: int) -> DeviceSpec:
+    """A host as one of several processes of a run may use it: each takes an equal share of what is free.
+
+    Args:
+        host: as this process alone would use it.
+        processes: how many of the run are on it.
+    """
+    available = host.available_bytes // processes
+    taken = host.available_bytes - available
+    return replace(host, available_bytes=available, capacity_bytes=max(0, host.capacity_bytes - taken))

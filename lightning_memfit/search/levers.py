@@ -17,6 +17,7 @@ from lightning_memfit.plan import (
     Precision,
     balanced_slices,
 )
+from lightning_memfit.sharding import Sharding
 
 _PARTS = 4
 
@@ -75,6 +76,8 @@ class SearchSpace:
     """Why gradients may not be zeroed early, if they may not."""
     checkpointing_reason: str | None = None
     """Why nothing may be recomputed, if a warm-up showed that it may not."""
+    sharding: Sharding | None = None
+    """How the run is spread over several devices; ``None`` on one."""
 
     def without_recomputation(self, reason: str) -> SearchSpace:
         """The same space with nothing recomputed."""
@@ -109,6 +112,7 @@ class SearchSpace:
             zero_gradients_early=zero_gradients_early,
             optimizer_states=setting.optimizer_states,
             optimizer_implementation=setting.optimizer_implementation,
+            sharding=self.sharding,
         )
 
     def departures(self, candidate: Candidate) -> int:
@@ -144,6 +148,7 @@ def search_space(
     states_reason: str | None = "not looked at",
     states_left: str | None = None,
     gradients_reason: str | None = None,
+    sharding: Sharding | None = None,
 ) -> SearchSpace:
     """Put the space together.
 
@@ -160,6 +165,7 @@ def search_space(
         states_reason: why the optimizer's states cannot be quantised; ``None`` if they can.
         states_left: which of several optimizers keep their states when others' are quantised, and why.
         gradients_reason: why gradients cannot be zeroed early; ``None`` if they can.
+        sharding: how the run is spread over several devices; ``None`` on one.
 
     Raises:
         BatchArithmeticError: if ``micro_batch_size`` cannot be had.
@@ -188,6 +194,7 @@ def search_space(
         states_reason=states_reason,
         states_left=states_left,
         gradients_reason=gradients_reason,
+        sharding=sharding,
     )
 
 

@@ -22,6 +22,7 @@ from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
 from lightning_memfit.plan import Phase
 from lightning_memfit.trace.converted_fakes import fakes_in
+from lightning_memfit.trace.fake_collectives import answer_collectives
 from lightning_memfit.trace.fake_module import FakeTensors, faked
 from lightning_memfit.trace.step_program import StepProgram, users_code
 from lightning_memfit.trace.tensors import tensors_in
@@ -40,6 +41,7 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
     What the user's code prints meanwhile is dropped; the real step will print it. Of several threads one is here at a
     time.
     """
+    answer_collectives()
     try:
         with (
             _ONE_AT_A_TIME,

@@ -143,7 +143,9 @@ def _parts(
     parts = [
         _Part(batch=part, samples=size, weight=float(weights(part))) for part, size in zip(slices, sizes, strict=True)
     ]
-    return _Part(batch=whole, samples=taken, weight=float(weights(whole))), parts
+    # Slices without weight, such as those of ignored labels alone, go backward neither here nor in training.
+    weighing = [part for part in parts if part.weight] or parts
+    return _Part(batch=whole, samples=taken, weight=float(weights(whole))), weighing
 
 
 class _Ran(NamedTuple):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
+from lightning_memfit.apply.gradient_exchange import exchange_of
 from lightning_memfit.errors import UnsupportedError, is_out_of_memory
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.cuda_memory import wait_for
@@ -56,6 +57,7 @@ def run_warmup(
     verify_states: Callable[[Any], OptimizerStatesMeasurement] | None = None,
     validation_loader: int | None = None,
     validation_batches: int | None = None,
+    agreed: Callable[[float], float] = float,
 ) -> Measurement:
     """Run real optimizer steps and evaluation steps, measure them, and put everything back.
 
@@ -85,6 +87,7 @@ def run_warmup(
             Lightning then tells the step; ``None`` if there is one.
         validation_batches: batches of one evaluation, over all loaders; ``None`` if unknown. With more than one, a
             second step shows what the module keeps of the first.
+        agreed: gives the seconds of a step on which all ranks agree, so that all of them time as many.
 
     Returns:
         What was measured. The seconds are those of the fastest step without the profiler. The snapshot is in none of
@@ -100,10 +103,11 @@ def run_warmup(
         module=module,
         validation_loader=validation_loader,
         call=upstream_module(trainer, "trainer.call"),
+        agreed=agreed,
     )
     roots = [*_roots(trainer), *hook_owners(trainer), batch, validation_batch]
     where = _place(snapshot_in, spare_bytes, [module, *trainer.optimizers, batch, validation_batch])
-    beside = callback_bytes(trainer, module)
+    beside = callback_bytes(trainer, module) + exchange_of(trainer.strategy).held_bytes()
     with (
         take_snapshot(
             module,
@@ -143,6 +147,7 @@ def time_steps(
     seconds: float,
     spare_bytes: int,
     accumulate_grad_batches: int,
+    agreed: Callable[[float], float] = float,
 ) -> float:
     """Seconds of the fastest of a few optimizer steps, after one that is not counted; everything is put back.
 
@@ -153,6 +158,7 @@ def time_steps(
         seconds: how long to go on, at least 1 and at most 5 steps.
         spare_bytes: as in :func:`run_warmup`.
         accumulate_grad_batches: likewise.
+        agreed: likewise.
     """
     return run_warmup(
         trainer=trainer,
@@ -163,6 +169,7 @@ def time_steps(
         spare_bytes=spare_bytes,
         meter=_Unmetered,
         timed_seconds=seconds,
+        agreed=agreed,
     ).measured_step_seconds
 
 
@@ -223,6 +230,8 @@ class _WarmUp:
     validation_loader: int | None
     call: Any
     """Lightning's module of functions that call hooks."""
+    agreed: Callable[[float], float]
+    """Gives the seconds of a step on which all ranks agree."""
     gave_loss: list[bool] = field(default_factory=list)
     """Whether each training step did, in order; under manual optimization, whether all optimizers stepped."""
     left_behind: list[int] = field(default_factory=list)
@@ -251,7 +260,7 @@ class _WarmUp:
         """Seconds of the fastest of further steps, as many as fit into ``seconds``."""
         steps: list[float] = []
         while not steps or (len(steps) < _MOST_TIMED_STEPS and sum(steps) + min(steps) <= seconds):
-            steps.append(self._optimizer_step(batch, untouched))
+            steps.append(self.agreed(self._optimizer_step(batch, untouched)))
         return min(steps)
 
     def _optimizer_step(self, batch: Any, untouched: Snapshot) -> float:

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memfit import MemFit, planning, proving
+from lightning_memfit import MemFit, planning, proving, real_steps
 from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.forecaster import Forecaster
 from lightning_memfit.plan import Candidate, Forecast
@@ -152,14 +152,14 @@ def test_the_search_for_a_plan_that_stands_is_bounded(
     Reported in ludwig-ai/ludwig#2034.
     """
     warm_ups: list[int] = []
-    real = proving.run_warmup
+    real = real_steps.run_warmup
 
     def counted(**settings: Any) -> Any:
         warm_ups.append(1)
         measurement = real(**settings)
         return replace(measurement, measured_peak_allocated_bytes=10 * 2**20 + len(warm_ups))
 
-    monkeypatch.setattr(proving, "run_warmup", counted)
+    monkeypatch.setattr(real_steps, "run_warmup", counted)
     monkeypatch.setattr(planning, "expected_correction", lambda candidate, known: 0)
     module = Model()
     before = {name: value.clone() for name, value in module.state_dict().items()}

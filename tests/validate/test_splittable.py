@@ -216,6 +216,11 @@ def test_a_mean_over_tokens_needs_the_weight_of_tokens() -> None:
     assert _check(Classifier(), batch, weights=lambda part: float((part["y"] != -100).sum())).exact
 
 
+def test_a_half_whose_labels_are_all_ignored_is_left_out_as_in_training() -> None:
+    batch = {"x": torch.randn(4, 4), "y": torch.tensor([-100, -100, 1, 2])}  # the mean over no label is not a number
+    assert _check(Classifier(), batch, weights=lambda part: float((part["y"] != -100).sum())).exact
+
+
 def test_a_batch_norm_in_training_mode_is_named() -> None:
     module = Classifier(F.cross_entropy, nn.BatchNorm1d(3))
     verdict = _check(module)

@@ -1,0 +1,39 @@
+"""How a live Trainer spreads a run over several devices.
+
+Adapter for ``DDPStrategy._ddp_kwargs``, ``DDPStrategy._timeout`` and ``find_unused_parameters`` among the former.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from lightning_memfit.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, SeveralRanks
+from lightning_memfit.sharding import Sharding
+
+
+def sharding_of(trainer: Any) -> Sharding | None:
+    """How the run is spread over devices; ``None`` on one device without an engine."""
+    strategy = trainer.strategy
+    if is_ddp(strategy):
+        view = bool(getattr(strategy, "_ddp_kwargs", {}).get("gradient_as_bucket_view", False))
+        return Sharding(engine="ddp", ranks=trainer.world_size, gradient_as_bucket_view=view)
+    return None
+
+
+def ranks_of(trainer: Any) -> Ranks:
+    """The processes of a run, once the strategy has connected them; every one of them asks at the same point."""
+    if trainer.world_size == 1:
+        return OneRank()
+    return SeveralRanks(timeout=timeout_of(trainer.strategy))
+
+
+def is_ddp(strategy: Any) -> bool:
+    """Whether a strategy of either of Lightning's packages is DDP."""
+    return any(cls.__name__ == "DDPStrategy" for cls in type(strategy).__mro__)
+
+
+def timeout_of(strategy: Any) -> datetime.timedelta:
+    """How long a strategy's ranks wait for each other."""
+    timeout = getattr(strategy, "_timeout", None)
+    return timeout if isinstance(timeout, datetime.timedelta) else DEFAULT_TIMEOUT

@@ -1,0 +1,203 @@
+"""Runs under DDP on two ranks, and the same run in one process with plain torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_memfit import MemFit
+
+RANKS = 2
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    optimizer: str = "sgd"
+    """``"sgd"`` with momentum, or ``"adamw"``."""
+    loader_batch_size: int = 8
+    """Samples per Lightning batch on one rank."""
+    samples: int = 8 * RANKS * 4
+    """Samples of the dataset."""
+    accumulate: int = 1
+    """Lightning batches per optimizer step."""
+    micro_batch_size: int = 8
+    """Samples of the largest slice."""
+    epochs: int = 10
+    """Epochs; each has at least 2 optimizer steps."""
+    tokens: bool = False
+    """Whether the loss is the mean over labels that are not ignored."""
+    buckets_are_gradients: bool = False
+    """``gradient_as_bucket_view`` of DDP."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of MemFit, beside these."""
+
+    @property
+    def effective_batch_size(self) -> int:
+        return RANKS * self.loader_batch_size * self.accumulate
+
+
+CASES = {
+    "uneven slices": Case(micro_batch_size=3, epochs=5),
+    "accumulation and a short last window": Case(micro_batch_size=3, accumulate=2, samples=8 * RANKS * 5),
+    "a short last batch": Case(micro_batch_size=3, accumulate=2, samples=8 * RANKS * 2 + 5 * RANKS),
+    "gradients in buckets": Case(micro_batch_size=3, accumulate=2, buckets_are_gradients=True),
+    "nothing divided": Case(),
+    "adamw": Case(optimizer="adamw", micro_batch_size=3, accumulate=2, samples=8 * RANKS * 5),
+    "blocks recomputed": Case(micro_batch_size=3, settings={"activation_checkpointing": "blocks"}),
+    "tokens": Case(tokens=True, micro_batch_size=3, accumulate=2, settings={"loss_weight": "tokens"}),
+}
+
+
+class Net(lightning.LightningModule):
+    """Four blocks; regression, or classification with ignored labels."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 5)
+        self.losses: list[float] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, labels = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch
+        for block in self.blocks:
+            x = block(x)
+        out = self.head(x)
+        if self.case.tokens:
+            return nn.functional.cross_entropy(out, labels, ignore_index=IGNORED)
+        return nn.functional.mse_loss(out, labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self, self.case)
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, x: torch.Tensor, labels: torch.Tensor) -> None:
+        self.x, self.labels = x, labels
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "labels": self.labels[index]}
+
+
+def optimizer_of(module: nn.Module, case: Case) -> torch.optim.Optimizer:
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def net_of(case: Case) -> Net:
+    torch.manual_seed(0)
+    return Net(case)
+
+
+def data_of(case: Case) -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(case.samples, 16, generator=generator)
+    if not case.tokens:
+        return TensorDataset(x, torch.randn(case.samples, 5, generator=generator))
+    labels = torch.randint(5, (case.samples,), generator=generator)
+    # Two of three labels of the first rank's samples (the even ones) are ignored, and none of the other's.
+    index = torch.arange(case.samples)
+    labels[(index % 2 == 0) & (index % 6 != 0)] = IGNORED
+    labels[16:32:2] = IGNORED  # and all of the first rank's second batch
+    return Samples(x, labels)
+
+
+def trainer_of(case: Case, plugins: list[Any], folder: str) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=lightning.pytorch.strategies.DDPStrategy(gradient_as_bucket_view=case.buckets_are_gradients),
+        max_epochs=case.epochs,
+        plugins=plugins,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+
+
+def loader_of(case: Case, rank: int) -> DataLoader[Any]:
+    data = data_of(case)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=RANKS, rank=rank, shuffle=False)
+    return DataLoader(data, batch_size=case.loader_batch_size, sampler=sampler)
+
+
+def train(case: Case, rank: int, folder: str) -> dict[str, Any]:
+    """One fit on one rank."""
+    plugin = MemFit(
+        effective_batch_size=case.effective_batch_size,
+        micro_batch_size=case.micro_batch_size,
+        **{"precision": "32-true", "optimizer_implementation": "as-configured", "activation_checkpointing": "none"}
+        | case.settings,
+        cache_dir=f"{folder}/cache",
+        verbose=False,
+    )
+    net = net_of(case)
+    trainer = trainer_of(case, [plugin], folder)
+    trainer.fit(net, loader_of(case, rank))
+    assert plugin.plan is not None and plugin.measured is not None
+    return {
+        "weights": {name: weight.detach().clone() for name, weight in net.state_dict().items()},
+        "losses": net.losses,
+        "steps": trainer.global_step,
+        "plan": plugin.plan,
+        "measured": plugin.measured,
+    }
+
+
+def plain_ddp(case: Case, rank: int, folder: str) -> dict[str, Any]:
+    """The same fit without MemFit."""
+    net = net_of(case)
+    trainer_of(case, [], folder).fit(net, loader_of(case, rank))
+    return {"weights": {name: weight.detach().clone() for name, weight in net.state_dict().items()}}
+
+
+def run_cases(rank: int) -> dict[str, dict[str, Any]]:
+    """Every case, one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: train(case, rank, folder) for name, case in CASES.items()}
+        found["plain"] = plain_ddp(CASES["nothing divided"], rank, folder)
+        return found
+
+
+def one_process(case: Case) -> dict[str, Any]:
+    """The run in one process: the mean loss over each effective batch, and one step for it."""
+    net, data = net_of(case), data_of(case)
+    optimizer = optimizer_of(net, case)
+    losses, steps = [], 0
+    for _ in range(case.epochs):
+        for start in range(0, case.samples, case.effective_batch_size):
+            members = [data[index] for index in range(start, min(start + case.effective_batch_size, case.samples))]
+            batch = torch.utils.data.default_collate(members)
+            optimizer.zero_grad()
+            loss = net.loss(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            steps += 1
+    return {"weights": copy.deepcopy(net.state_dict()), "losses": losses, "steps": steps}

@@ -1,0 +1,138 @@
+"""Runs on two ranks of which one fails, or is about to do something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_memfit import MemFit, planning, preparation
+from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.units import GIB
+from tests.ranks.ddp_programs import Case, Net, data_of, net_of
+
+SECONDS = 20
+"""How long ranks wait for each other."""
+
+
+class FailingNet(Net):
+    """Fails on rank 1, at a chosen moment."""
+
+    def __init__(self, case: Case, *, at: str, rank: int) -> None:
+        super().__init__(case)
+        self.at, self.rank = at, rank
+        self.is_training = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.rank == 1 and type(batch[0]) is torch.Tensor:  # and no fake
+            if self.at == "in the warm-up" or (self.at == "in a slice" and self.is_training and len(batch[0]) == 2):
+                raise ValueError("no such sample")
+            if self.at == "out of memory in the warm-up":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.loss(batch)
+
+
+class Training(lightning.Callback):
+    """Notes that training has begun; callbacks take no part in a warm-up."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        pl_module.is_training = True
+
+
+def fit(net: Net, *, plugin: MemFit | None = None, case: Case | None = None, loader: Any = None) -> MemFit:
+    """One fit under DDP; slices of 3, 3 and 2."""
+    case = case or Case(micro_batch_size=3)
+    with tempfile.TemporaryDirectory() as folder:
+        plugin = plugin or MemFit(
+            effective_batch_size=case.effective_batch_size,
+            micro_batch_size=case.micro_batch_size,
+            precision="32-true",
+            optimizer_implementation="as-configured",
+            cache_dir=None,
+            verbose=False,
+        )
+        timeout = datetime.timedelta(seconds=SECONDS)
+        lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=lightning.pytorch.strategies.DDPStrategy(timeout=timeout),
+            max_epochs=1,
+            plugins=[plugin],
+            callbacks=[Training()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        ).fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size) if loader is None else loader)
+    return plugin
+
+
+def run_all(rank: int) -> dict[str, str]:
+    """What each run said in which one rank fails, or is about to do something else, while all are still in touch."""
+    case = Case(micro_batch_size=3)
+    other = MemFit(effective_batch_size=16 if rank == 0 else 32, cache_dir=None, verbose=False)
+    narrow = net_of(case)
+    narrow.head = torch.nn.Linear(16, 5, bias=rank == 0)
+    longer = dataclasses.replace(case, samples=case.samples + 16 * rank)
+    runs: dict[str, Callable[[], Any]] = {
+        "looking at its data": lambda: fit(net_of(case), loader=[] if rank == 1 else None),
+        "planning": lambda: _planning_fails(rank),
+        "warm-up": lambda: fit(FailingNet(case, at="in the warm-up", rank=rank)),
+        "memory": lambda: fit(FailingNet(case, at="out of memory in the warm-up", rank=rank)),
+        "settings": lambda: fit(net_of(case), plugin=other),
+        "model": lambda: fit(narrow),
+        "batches": lambda: fit(net_of(case), loader=DataLoader(data_of(longer), batch_size=case.loader_batch_size)),
+        "poorest": lambda: _with_less(rank),
+    }
+    return {name: _said(run) for name, run in runs.items()}
+
+
+def _said(run: Callable[[], Any]) -> str:
+    try:
+        return str(run())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _planning_fails(rank: int) -> None:
+    search = planning.search_plan
+
+    def raising(*arguments: Any, **settings: Any) -> Any:
+        raise RuntimeError("no such lever")
+
+    if rank == 0:
+        planning.search_plan = raising
+    try:
+        fit(net_of(Case(micro_batch_size=3)))
+    finally:
+        planning.search_plan = search
+
+
+def _with_less(rank: int) -> tuple[int, str]:
+    """Rank 1 has two gibibytes less than rank 0."""
+    detect = preparation.detect_device
+
+    def detect_less(which: str, **settings: Any) -> DeviceSpec:
+        device = detect(which, **settings)
+        left = 16 * GIB - 4 * GIB * rank  # which the two processes share
+        return dataclasses.replace(device, available_bytes=left, capacity_bytes=left + device.process_bytes)
+
+    preparation.detect_device = detect_less  # type: ignore[assignment]
+    try:
+        plugin = fit(net_of(Case(micro_batch_size=3)))
+    finally:
+        preparation.detect_device = detect
+    assert plugin.plan is not None
+    return plugin.plan.budget.budget_bytes, plugin.plan.budget.reason
+
+
+def failing_in_a_slice(rank: int) -> None:
+    """Rank 1 fails in training, while the other waits for its gradients."""
+    fit(FailingNet(Case(micro_batch_size=3), at="in a slice", rank=rank))

@@ -1,0 +1,44 @@
+"""DDP on two real ranks: one plan, and the training of one process with the same effective batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.ddp_programs import CASES, one_process, run_cases
+from tests.ranks.launch import results, run_on_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return results(run_on_ranks(run_cases))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_are_those_of_one_process_with_the_same_effective_batch(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    expected = one_process(CASES[name])
+    for rank in ranks:
+        assert rank[name]["steps"] == expected["steps"] >= 20
+        for parameter, weight in rank[name]["weights"].items():
+            torch.testing.assert_close(weight, expected["weights"][parameter], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_ranks_have_one_plan_and_measured_the_worst_of_both(ranks: list[dict[str, Any]], name: str) -> None:
+    first, second = (rank[name] for rank in ranks)
+    assert first["plan"] == second["plan"] and first["measured"] == second["measured"]
+    split, case = first["plan"].split, CASES[name]
+    assert (split.ranks, split.loader_batch_size, split.accumulate_grad_batches) == (2, 8, case.accumulate)
+    assert split.micro_batch_size == case.micro_batch_size
+    by_rank = first["measured"].measured_peak_bytes_by_rank
+    assert len(by_rank) == 2 and max(by_rank) == first["measured"].measured_peak_allocated_bytes
+
+
+def test_a_plan_that_changes_nothing_trains_as_ddp_alone_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for parameter, weight in rank["plain"]["weights"].items():
+            assert torch.equal(rank["nothing divided"]["weights"][parameter], weight)

@@ -1,0 +1,94 @@
+"""A rank that fails, wherever it does, ends all of them within the time-out, and each says which one failed and why."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.ranks.failing_programs import SECONDS, failing_in_a_slice, run_all
+from tests.ranks.launch import Ended, results, run_on_ranks
+
+START_SECONDS = 60.0
+"""Within which two processes import everything and look at the run, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, str]]:
+    return results(run_on_ranks(run_all, seconds=START_SECONDS + 8 * SECONDS))
+
+
+@pytest.mark.parametrize(
+    ("moment", "failed", "own", "others"),
+    [
+        (
+            "looking at its data",
+            1,
+            "ConfigurationError: The train loader yields 0 batches",
+            "RankFailedError: rank 1 failed while looking at batches and device: ConfigurationError: The train loader "
+            "yields 0 batches",
+        ),
+        (
+            "planning",
+            0,
+            "RuntimeError: no such lever",
+            "RankFailedError: rank 0 failed while planning for all ranks: RuntimeError: no such lever",
+        ),
+        (
+            "warm-up",
+            1,
+            "ValueError: no such sample",
+            "RankFailedError: rank 1 failed while running the memory warm-up: ValueError: no such sample",
+        ),
+    ],
+)
+def test_the_rank_that_fails_says_what_happened_and_the_others_which_one_it_was(
+    said: list[dict[str, str]], moment: str, failed: int, own: str, others: str
+) -> None:
+    """Reported in mosaicml/composer#2117."""
+    assert said[failed][moment].startswith(own)
+    assert said[1 - failed][moment].startswith(others)
+
+
+def test_a_rank_that_runs_out_of_memory_in_the_warm_up_makes_no_other_wait(said: list[dict[str, str]]) -> None:
+    """Reported in mosaicml/composer#2117, mosaicml/composer#3510."""
+    for rank in said:
+        assert rank["memory"].startswith("NoFeasiblePlanError") and "Warm-ups that ran out of memory" in rank["memory"]
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        ("settings", "settings of MemFit: effective_batch_size=16 on rank 0 and 32 on rank 1"),
+        ("model", "parameters: rank 0 has"),
+        ("batches", "batches per epoch: rank 0 has 4, rank 1 has 5, so that one of them would wait for ever"),
+    ],
+)
+def test_ranks_that_disagree_say_so_before_anything_is_exchanged_in_training(
+    said: list[dict[str, str]], different: str, words: str
+) -> None:
+    """Reported in Lightning-AI/litData#129."""
+    for rank in said:
+        assert rank[different].startswith("RanksDisagreeError: The 2 ranks of this run are not about to train the same")
+        assert words in rank[different]
+
+
+def test_the_poorest_rank_decides_what_a_plan_may_use(said: list[dict[str, str]]) -> None:
+    """Reported in vllm-project/vllm#14011."""
+    assert said[0]["poorest"] == said[1]["poorest"]
+    budget, reason = ast.literal_eval(said[0]["poorest"])
+    assert budget < 6 * 2**30  # half of 12 GiB, less headroom and what the processes hold
+    assert "that of rank 1, which has the least of 2 (the most is" in reason
+
+
+def test_a_rank_that_fails_in_a_slice_ends_the_others_that_wait_for_its_gradients() -> None:
+    """Reported in mosaicml/composer#2117."""
+    waiting, failed = run_on_ranks(failing_in_a_slice, seconds=START_SECONDS + 2 * SECONDS)
+    assert [waiting.code, failed.code] == [1, 1]
+    assert last_error(failed).endswith("ValueError: no such sample")
+    why = "rank 1 failed while running a training step: ValueError: no such sample"
+    assert f"RankFailedError: {why}" in last_error(waiting)
+
+
+def last_error(rank: Ended) -> str:
+    return [line for line in rank.output.splitlines() if "Error" in line][-1]
