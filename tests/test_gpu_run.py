@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MemFit, fit_session, preparation, probers, proving
+from lightning_memfit import MemFit, fit_session, preparation, probers, real_steps
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.fit_session import FitSession
@@ -30,6 +30,8 @@ from lightning_memfit.preconditions import check_trainer
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.preparation import Preparation
 from lightning_memfit.probers import Probers
+from lightning_memfit.ranks import OneRank
+from lightning_memfit.real_steps import RealSteps
 from lightning_memfit.run_forecaster import forecaster_of
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.timeline import ProbeResult
@@ -153,14 +155,18 @@ def test_the_probing_process_has_left_the_gpu_when_it_is_looked_at_and_when_plan
         BatchFunctions(split_batch=None, loss_weight="samples"),
         worst_batch=None,
         cache_dir=None,
+        ranks=OneRank(),
     )
     prepared: Any = SimpleNamespace(
-        looked_at_again=lambda: done.append("looked at") or prepared, validation_batch=lambda: None
+        looked_at_again=lambda: done.append("looked at") or prepared,
+        validation_batch=lambda: None,
+        device=A100,
+        budget=SimpleNamespace(budget_bytes=1),
     )
     plan: Any = SimpleNamespace(device=A100)
 
-    def prove(planning: Any, levers: Any, validation: Any, *, leave_gpu: Any) -> Any:
-        leave_gpu()
+    def prove(planning: Any, steps: Any, validation: Any) -> Any:
+        steps._leave_gpu()
         done.append("ran")
         return SimpleNamespace(prove=lambda plan, report: (plan, None))
 
@@ -170,6 +176,7 @@ def test_the_probing_process_has_left_the_gpu_when_it_is_looked_at_and_when_plan
     monkeypatch.setattr(session, "_rates_doubted", lambda plan, measurement: plan)
     monkeypatch.setattr(session, "_remember", lambda planning, plan: None)
     session._planning, session.plan = SimpleNamespace(prepared=prepared), plan  # type: ignore[assignment]
+    session._prepared = prepared
     session.prove(lambda *_: None, lambda _: None)
     assert done == ["left", "looked at", "left", "ran", "closed"]
 
@@ -182,6 +189,7 @@ def test_the_probing_process_has_left_the_gpu_when_the_module_is_moved_there(mon
         BatchFunctions(split_batch=None, loss_weight="samples"),
         worst_batch=None,
         cache_dir=None,
+        ranks=OneRank(),
     )
     done: list[str] = []
 
@@ -200,11 +208,16 @@ def test_the_probing_process_has_left_the_gpu_when_the_module_is_moved_there(mon
 
 def test_every_warm_up_begins_without_a_probing_process(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    planning: Any = SimpleNamespace(prepared=prepared(A100), announce=lambda _: None, contenders=())
-    proof = proving.Proving(planning, levers=None, validation=None, leave_gpu=lambda: done.append("left"))  # type: ignore[arg-type]
+    steps = RealSteps(
+        prepared(A100),
+        None,  # type: ignore[arg-type]
+        None,
+        ranks=OneRank(),
+        leave_gpu=lambda: done.append("left"),
+    )
     monkeypatch.setattr(Preparation, "loaders_in_sight", lambda _: done.append("begun") or pytest.fail("begun"))
     with pytest.raises(BaseException, match="begun"):
-        proof._warm_up(SimpleNamespace(candidate=candidate()))  # type: ignore[arg-type]
+        steps.warm_up(SimpleNamespace(candidate=candidate()), timed=False)  # type: ignore[arg-type]
     assert done == ["left", "begun"]
 
 
@@ -320,8 +333,8 @@ def test_what_a_gpus_meter_reads_is_measured_limited_and_reported(
         yield
         limits.append(("end", budget_bytes))
 
-    monkeypatch.setattr(proving, "meter_of", lambda device: Meter)
-    monkeypatch.setattr(proving, "limit_of", limited)
+    monkeypatch.setattr(real_steps, "meter_of", lambda device: Meter)
+    monkeypatch.setattr(real_steps, "limit_of", limited)
     monkeypatch.setattr(preparation, "measure_rates", lambda cache_dir: None)
     memfit = MemFit(budget=GIB, optimizer_implementation="as-configured", cache_dir=tmp_path)
     trainer = Trainer(

@@ -78,10 +78,11 @@ def _train(config: Any, *, in_sweep: bool) -> float | None:
     plugins = [*instantiate(config.trainer.get("plugins") or []), memfit]
     trainer = instantiate(config.trainer, callbacks=callbacks, plugins=plugins)
     if not memfit.is_off:
-        # ``fit`` asks a plugin too late: by then Lightning has started the other ranks, which run the command again.
+        # ``fit`` asks a plugin late: by then Lightning has started the other ranks, which run the command again.
         check_trainer(trainer)
     trainer.fit(model, datamodule=data)
-    print_summary(trainer, curve, Path(HydraConfig.get().runtime.output_dir))
+    if trainer.is_global_zero:
+        print_summary(trainer, curve, Path(HydraConfig.get().runtime.output_dir))
     # A single run has nobody to return it to, and need not validate.
     wanted = config.get("objective") if in_sweep else None
     return None if wanted is None else objective(trainer, wanted)
