@@ -75,6 +75,25 @@ def check_trainer(trainer: Any) -> None:
             )
 
 
+def check_job_of_a_sweep(trainer: Any) -> None:
+    """Refuse ranks that Lightning would start by running the whole sweep again, before it starts them.
+
+    Source: ``_hydra_subprocess_cmd`` of ``lightning/fabric/strategies/launchers/subprocess_script.py``, 2.6: the
+    command of a rank is that of the process, ``-m`` and all of its values included.
+
+    Raises:
+        UnsupportedError: with the number of devices, and ways to train on them.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size == 1 or environment is None or environment.creates_processes_externally:
+        return
+    raise UnsupportedError(
+        f"This job of a sweep is to train on {trainer.world_size} devices, whose ranks Lightning starts by running the "
+        "command again, the whole sweep with it. Let something else start the ranks of a job, such as SLURM "
+        "(hydra/launcher=submitit_slurm with tasks_per_node), or run the job by itself, without -m."
+    )
+
+
 def idle_reason(trainer: Any) -> str | None:
     """Why a run that is supported has nothing to plan; ``None`` if it has."""
     if trainer.limit_train_batches == 0:

@@ -17,7 +17,7 @@ from lightning.pytorch import seed_everything
 from lightning_memfit.cli.run_summary import ValidationCurve, print_summary
 from lightning_memfit.config import memfit_from_config
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.preconditions import check_trainer
+from lightning_memfit.preconditions import check_job_of_a_sweep, check_trainer
 from lightning_memfit.sweep_objective import objective
 
 
@@ -80,6 +80,8 @@ def _train(config: Any, *, in_sweep: bool) -> float | None:
     if not memfit.is_off:
         # ``fit`` asks a plugin late: by then Lightning has started the other ranks, which run the command again.
         check_trainer(trainer)
+        if in_sweep:
+            check_job_of_a_sweep(trainer)
     trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
         print_summary(trainer, curve, Path(HydraConfig.get().runtime.output_dir))
