@@ -25,7 +25,7 @@ from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_collectives import answer_collectives
 from lightning_memfit.trace.fake_module import FakeTensors, faked
 from lightning_memfit.trace.step_program import StepProgram, users_code
-from lightning_memfit.trace.tensors import tensors_in
+from lightning_memfit.trace.tensors import held_part, tensors_in
 from lightning_memfit.trace.timeline import GradientLayout, ParameterLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
 
@@ -196,7 +196,8 @@ def layouts_of(parameters: Iterable[nn.Parameter]) -> tuple[GradientLayout | Non
     return tuple(None if parameter.grad is None else _layout(parameter.grad) for parameter in parameters)
 
 
-def _layout(gradient: torch.Tensor) -> GradientLayout:
+def _layout(whole: torch.Tensor) -> GradientLayout:
+    gradient = held_part(whole)
     dtype = str(gradient.dtype).removeprefix("torch.")
     return GradientLayout(dtype, tuple(gradient.size()), tuple(gradient.stride()))
 
@@ -207,7 +208,8 @@ def parameter_layouts(tracer: StepTracer, module: nn.Module) -> tuple[ParameterL
     for name, parameter in module.named_parameters():
         storage, dtype = tracer.number_of(parameter), str(parameter.dtype).removeprefix("torch.")
         if storage is not None:
-            found.append(ParameterLayout(name, storage, dtype, tuple(parameter.size()), parameter.requires_grad))
+            size = tuple(held_part(parameter).size())
+            found.append(ParameterLayout(name, storage, dtype, size, parameter.requires_grad))
     return tuple(found)
 
 

@@ -1,0 +1,147 @@
+"""Shard a module on fakes as ``torch.distributed.fsdp.fully_shard`` would, for the duration of a trace.
+
+torch's own engine runs: its hooks gather and free parameters on fakes as they do in training. A module that is sharded
+already is taken back to whole parameters first, and is what it was at the end.
+
+Adapter for private names of torch 2.9 to 2.13: the registry of ``fully_shard`` in a module's ``__dict__``
+(``STATE_KEY`` and ``REGISTRY_KEY`` of ``torch.distributed._composable.contract``) and outside of it
+(``_module_state_mapping`` of ``torch.distributed._composable_state``), ``FSDPState._pre_forward_hook_handle`` and
+``_post_forward_hook_handle``, ``FSDPModule._orig_cls_mro_index``, and ``UntypedStorage.resize_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.sharding import Sharding
+from lightning_memfit.trace.collectives import Collectives
+from lightning_memfit.trace.fake_ranks import fake_ranks
+from lightning_memfit.trace.tracer import StepTracer
+
+
+@contextmanager
+def fully_sharded(
+    module: nn.Module, sharding: Sharding, tracer: StepTracer, *, mixed_precision: Any = None
+) -> Iterator[None]:
+    """Within this context the module, whose parameters are whole fakes, is sharded over fake ranks.
+
+    Enter it within :func:`~lightning_memfit.trace.faked_step.faked_step`, which puts back what the modules'
+    ``__dict__`` held, and the parameters themselves.
+
+    Args:
+        module: the root of the names in ``sharding.shard_groups``.
+        sharding: over how many ranks, in which groups.
+        tracer: is told of storages that are resized, and of what collectives take.
+        mixed_precision: torch's ``MixedPrecisionPolicy``; ``None`` for none.
+
+    Raises:
+        ConfigurationError: if there is no module of a group's name, or no groups.
+    """
+    groups = group_modules(module, sharding.shard_groups)
+    with ExitStack() as ending:
+        mesh = ending.enter_context(fake_ranks(sharding.ranks))
+        ending.enter_context(_taken_off(module))
+        ending.enter_context(_resizes_told(tracer))
+        tracer.collectives = Collectives(tracer.rules.device_type)
+        ending.callback(setattr, tracer, "collectives", None)
+        for group in groups:
+            ending.callback(_leave, group, type(group))
+            apply_fully_shard(group, mesh, sharding, mixed_precision=mixed_precision)
+        run_methods_as_forward(module)
+        yield
+
+
+def group_modules(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """The modules of shard groups, inner ones first, as ``fully_shard`` wants them.
+
+    Raises:
+        ConfigurationError: if there is no module of a name, or no name.
+    """
+    named = dict(module.named_modules(remove_duplicate=False))
+    missing = [name for name in names if name not in named]
+    if missing or not names:
+        raise ConfigurationError(
+            f"shard_groups={names}: {missing or 'no name'} is none of the {len(named)} modules of "
+            f"{type(module).__name__}. Name the repeated blocks and '' for the root."
+        )
+    deepest_first = sorted(names, key=lambda name: name.count(".") + bool(name), reverse=True)
+    return [named[name] for name in deepest_first]
+
+
+def apply_fully_shard(group: nn.Module, mesh: Any, sharding: Sharding, *, mixed_precision: Any = None) -> None:
+    """Call torch's ``fully_shard`` on one module; torch lets the outermost keep its parameters after the forward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # None means True, but for the outermost module, whose parameters are wanted again at once by the backward.
+    reshard = None if sharding.reshard_after_forward else False
+    fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed_precision or MixedPrecisionPolicy())
+
+
+def run_methods_as_forward(module: nn.Module) -> None:
+    """Let ``training_step`` and ``validation_step`` of a sharded module gather its parameters as ``forward`` does."""
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+    if isinstance(module, FSDPModule):
+        for name in ("training_step", "validation_step"):
+            if callable(getattr(module, name, None)) and name not in vars(module):
+                register_fsdp_forward_method(module, name)
+
+
+@contextmanager
+def _taken_off(module: nn.Module) -> Iterator[None]:
+    """A module that is sharded already is, within this context, one that is not; its parameters are exchanged before.
+
+    What is taken from the modules' ``__dict__`` is put back by whoever made a snapshot of it.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    before = [(part, type(part), _module_state_mapping.get(part)) for part in sharded]
+    for part, kind, reference in before:
+        state: Any = None if reference is None else reference()
+        for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle) if state else ():
+            handle.remove()
+        vars(part).pop(STATE_KEY, None)
+        vars(part).pop(REGISTRY_KEY, None)
+        _module_state_mapping.pop(part, None)
+        part.__class__ = kind.__mro__[kind._orig_cls_mro_index]
+    try:
+        yield
+    finally:
+        for part, kind, reference in before:
+            part.__class__ = kind
+            if reference is not None:
+                _module_state_mapping[part] = reference
+
+
+def _leave(part: nn.Module, kind: type) -> None:
+    from torch.distributed._composable_state import _module_state_mapping
+
+    part.__class__ = kind
+    _module_state_mapping.pop(part, None)
+
+
+@contextmanager
+def _resizes_told(tracer: StepTracer) -> Iterator[None]:
+    """Parameters are gathered into storages that are resized, which no operator tells of."""
+    storages: Any = torch.UntypedStorage
+    original = storages.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        done = original(storage, size)
+        tracer.resized(storage, "communication")
+        return done
+
+    storages.resize_ = resize_
+    try:
+        yield
+    finally:
+        storages.resize_ = original
