@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.sharded_model import group_modules, run_steps_as_forward, shard_one
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.collectives import Collectives
 from lightning_memfit.trace.fake_ranks import fake_ranks
@@ -52,45 +52,11 @@ def fully_sharded(
         ending.callback(setattr, tracer, "collectives", None)
         for group in groups:
             ending.callback(_leave, group, type(group))
-            apply_fully_shard(group, mesh, sharding, mixed_precision=mixed_precision)
-        run_methods_as_forward(module)
+            shard_one(
+                group, mesh, reshard_after_forward=sharding.reshard_after_forward, mixed_precision=mixed_precision
+            )
+        run_steps_as_forward(module)
         yield
-
-
-def group_modules(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """The modules of shard groups, inner ones first, as ``fully_shard`` wants them.
-
-    Raises:
-        ConfigurationError: if there is no module of a name, or no name.
-    """
-    named = dict(module.named_modules(remove_duplicate=False))
-    missing = [name for name in names if name not in named]
-    if missing or not names:
-        raise ConfigurationError(
-            f"shard_groups={names}: {missing or 'no name'} is none of the {len(named)} modules of "
-            f"{type(module).__name__}. Name the repeated blocks and '' for the root."
-        )
-    deepest_first = sorted(names, key=lambda name: name.count(".") + bool(name), reverse=True)
-    return [named[name] for name in deepest_first]
-
-
-def apply_fully_shard(group: nn.Module, mesh: Any, sharding: Sharding, *, mixed_precision: Any = None) -> None:
-    """Call torch's ``fully_shard`` on one module; torch lets the outermost keep its parameters after the forward."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    # None means True, but for the outermost module, whose parameters are wanted again at once by the backward.
-    reshard = None if sharding.reshard_after_forward else False
-    fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed_precision or MixedPrecisionPolicy())
-
-
-def run_methods_as_forward(module: nn.Module) -> None:
-    """Let ``training_step`` and ``validation_step`` of a sharded module gather its parameters as ``forward`` does."""
-    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-
-    if isinstance(module, FSDPModule):
-        for name in ("training_step", "validation_step"):
-            if callable(getattr(module, name, None)) and name not in vars(module):
-                register_fsdp_forward_method(module, name)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from lightning_memfit.batch_tree import tensors_of
+from lightning_memfit.sharded_model import without_exchange
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode
@@ -102,7 +103,7 @@ def trace_window(
             batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
             slices = [fakes.of_batch(part) for part in parts]
             tracer.known.tell(fakes.pairs())
-        return _traced(program, tracer, batches, slices, micro_steps or len(slices), steps)
+        return _traced(program, tracer, batches, slices, micro_steps or len(slices), steps, sharding)
 
 
 def _traced(
@@ -112,6 +113,7 @@ def _traced(
     slices: Sequence[Any],
     micro_steps: int,
     steps: bool,
+    sharding: Sharding | None,
 ) -> Timeline:
     parameters = list(program.module.parameters())
     with tracer.not_recording():
@@ -140,10 +142,19 @@ def _traced(
     add_batch_residents(tracer, [*batches, *slices])
 
     traced = representative(slices, micro_steps)
+    defers = sharding is not None and sharding.synchronisation == "step" and len(slices) > 1
+    if defers and micro_steps > len(slices):
+        traced = [slices[0], *traced]  # gradients of earlier batches are shards when whole ones begin to wait again
+
+    def around_slice(index: int) -> AbstractContextManager[None]:
+        return without_exchange(program.module) if defers and index + 2 == len(traced) else nullcontext()
+
     with tracer.following_modules():
         observer = TracingObserver(tracer, parameters)
         left_out = max(0, len(slices) - len(traced))
-        run_window(program, optimizer, traced, observer, slices_left_out=left_out, steps=steps)
+        run_window(
+            program, optimizer, traced, observer, slices_left_out=left_out, steps=steps, around_slice=around_slice
+        )
     tracer.stop_following()
     unused = set().union(*(owned[id(p)] for p in parameters if p.grad is None)) if parameters else set()
     # Work grows with the elements of the slices; those left out may be smaller than those followed.
