@@ -7,7 +7,6 @@ Adapter for private names of torch: ``torch.distributed.distributed_c10d._world`
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from lightning_memfit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_numbers = itertools.count()
 
 
 @dataclass(kw_only=True)
@@ -60,7 +57,9 @@ def fake_ranks(ranks: int) -> Iterator[DeviceMesh]:
     from torch.distributed.device_mesh import DeviceMesh
 
     native: Any = torch._C._distributed_c10d  # names of groups are a type of their own there
-    name = f"memfit_fake_ranks_{next(_numbers)}"
+    # torch keeps what it found out of distributed tensors by the ranks' names: never those of a real mesh, and the same
+    # ones in the next trace.
+    name = f"memfit_fake_ranks_of_{ranks}"
     before = distributed_c10d._world
     with ExitStack() as ending, _disable_current_modes():
         group = _fake_group(native, ranks, name)
@@ -68,7 +67,7 @@ def fake_ranks(ranks: int) -> Iterator[DeviceMesh]:
         ending.callback(native._unregister_process_group, name)
         distributed_c10d._world = _world_of(group, ranks, name)  # type: ignore[assignment]  # the same fields
         ending.callback(setattr, distributed_c10d, "_world", before)
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data_parallel",))
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
         undo = ending.pop_all()
     with undo:
         yield mesh

@@ -6,7 +6,8 @@ already is taken back to whole parameters first, and is what it was at the end.
 Adapter for private names of torch 2.9 to 2.13: the registry of ``fully_shard`` in a module's ``__dict__``
 (``STATE_KEY`` and ``REGISTRY_KEY`` of ``torch.distributed._composable.contract``) and outside of it
 (``_module_state_mapping`` of ``torch.distributed._composable_state``), ``FSDPState._pre_forward_hook_handle`` and
-``_post_forward_hook_handle``, ``FSDPModule._orig_cls_mro_index``, and ``UntypedStorage.resize_``.
+``_post_forward_hook_handle``, ``FSDPModule._orig_cls_mro_index``, ``UntypedStorage.resize_``, and of DTensor
+``ShardingPropagator._propagate_tensor_meta_non_cached``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def fully_sharded(
         mesh = ending.enter_context(fake_ranks(sharding.ranks))
         ending.enter_context(_taken_off(module))
         ending.enter_context(_resizes_told(tracer))
+        ending.enter_context(_shapes_found_unseen(tracer))
         tracer.collectives = Collectives(tracer.rules.device_type)
         ending.callback(setattr, tracer, "collectives", None)
         for group in groups:
@@ -111,3 +113,22 @@ def _resizes_told(tracer: StepTracer) -> Iterator[None]:
         yield
     finally:
         storages.resize_ = original
+
+
+@contextmanager
+def _shapes_found_unseen(tracer: StepTracer) -> Iterator[None]:
+    """An operator on distributed tensors runs on whole fakes first, once for each kind, to find its result's shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    original = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with tracer.not_recording():
+            return original(self, *args, **kwargs)
+
+    propagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = original

@@ -153,11 +153,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def not_recording(self) -> Iterator[None]:
         """Operators run unseen (only reads of values are answered), and nothing that dies is noted."""
-        self._recording = False
+        before, self._recording = self._recording, False
         try:
             yield
         finally:
-            self._recording = True
+            self._recording = before
 
     def stop_following(self) -> None:
         """Record no more frees: what dies from here on dies because the trace ends."""
