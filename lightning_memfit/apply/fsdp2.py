@@ -113,6 +113,12 @@ class Fsdp2Exchange:
         """``None``: parameters are gathered from the other ranks in every forward and backward."""
         return None
 
+    def held_bytes(self) -> int:
+        """Nothing: what is gathered goes with the step."""
+        return 0
+
+    settles = False
+
 
 def deferred_bytes(module: nn.Module) -> int:
     """Bytes of whole gradients that a rank keeps between slices where exchange waits for the last one.

@@ -28,6 +28,7 @@ from lightning_memfit.trace.step_program import StepProgram, users_code
 from lightning_memfit.trace.tensors import held_part, tensors_in
 from lightning_memfit.trace.timeline import GradientLayout, ParameterLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
+from lightning_memfit.trace.whole_module import whole_module
 
 # Much of what a trace exchanges belongs to the process (standard output, names of torch, operators at dispatch keys):
 # two at a time would put back each other's stand-ins.
@@ -37,6 +38,8 @@ _ONE_AT_A_TIME = threading.RLock()
 @contextmanager
 def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Iterator[None]:
     """Within this context the module's tensors are fakes, and the tracer sees every operator.
+
+    A module that ``fully_shard`` spread over ranks is whole within it, as on one device.
 
     What the user's code prints meanwhile is dropped; the real step will print it. Of several threads one is here at a
     time.
@@ -52,6 +55,7 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
             _nothing_logged(),
             redirect_stdout(io.StringIO()),
             _untouched(module),
+            whole_module(module) as tracer.registered_methods,
             tracer.rules.behaviour(),
             faked(module, fakes),
             fakes.mode,

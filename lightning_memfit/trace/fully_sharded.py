@@ -1,12 +1,8 @@
 """Shard a module on fakes as ``torch.distributed.fsdp.fully_shard`` would, for the duration of a trace.
 
-torch's own engine runs: its hooks gather and free parameters on fakes as they do in training. A module that is sharded
-already is taken back to whole parameters first, and is what it was at the end.
+torch's own engine runs: its hooks gather and free parameters on fakes as they do in training.
 
-Adapter for private names of torch 2.9 to 2.13: the registry of ``fully_shard`` in a module's ``__dict__``
-(``STATE_KEY`` and ``REGISTRY_KEY`` of ``torch.distributed._composable.contract``) and outside of it
-(``_module_state_mapping`` of ``torch.distributed._composable_state``), ``FSDPState._pre_forward_hook_handle`` and
-``_post_forward_hook_handle``, ``FSDPModule._orig_cls_mro_index``, ``UntypedStorage.resize_``, and of DTensor
+Adapter for private names of torch: ``UntypedStorage.resize_``, and of DTensor
 ``ShardingPropagator._propagate_tensor_meta_non_cached``.
 """
 
@@ -24,6 +20,7 @@ from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.collectives import Collectives
 from lightning_memfit.trace.fake_ranks import fake_ranks
 from lightning_memfit.trace.tracer import StepTracer
+from lightning_memfit.trace.whole_module import RegisteredMethods, leave
 
 
 @contextmanager
@@ -47,54 +44,28 @@ def fully_sharded(
     groups = group_modules(module, sharding.shard_groups)
     with ExitStack() as ending:
         mesh = ending.enter_context(fake_ranks(sharding.ranks))
-        ending.enter_context(_taken_off(module))
         ending.enter_context(_resizes_told(tracer))
         ending.enter_context(_shapes_found_unseen(tracer))
         tracer.collectives = Collectives(tracer.rules.device_type)
         ending.callback(setattr, tracer, "collectives", None)
         for group in groups:
-            ending.callback(_leave, group, type(group))
+            ending.callback(leave, group, type(group))
             shard_one(
                 group, mesh, reshard_after_forward=sharding.reshard_after_forward, mixed_precision=mixed_precision
             )
-        run_steps_as_forward(module)
+        if tracer.registered_methods is None:
+            run_steps_as_forward(module)
+        else:
+            _register(tracer.registered_methods)
         yield
 
 
-@contextmanager
-def _taken_off(module: nn.Module) -> Iterator[None]:
-    """A module that is sharded already is, within this context, one that is not; its parameters are exchanged before.
+def _register(methods: RegisteredMethods) -> None:
+    from torch.distributed.fsdp import register_fsdp_forward_method
 
-    What is taken from the modules' ``__dict__`` is put back by whoever made a snapshot of it.
-    """
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    before = [(part, type(part), _module_state_mapping.get(part)) for part in sharded]
-    for part, kind, reference in before:
-        state: Any = None if reference is None else reference()
-        for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle) if state else ():
-            handle.remove()
-        vars(part).pop(STATE_KEY, None)
-        vars(part).pop(REGISTRY_KEY, None)
-        _module_state_mapping.pop(part, None)
-        part.__class__ = kind.__mro__[kind._orig_cls_mro_index]
-    try:
-        yield
-    finally:
-        for part, kind, reference in before:
-            part.__class__ = kind
-            if reference is not None:
-                _module_state_mapping[part] = reference
-
-
-def _leave(part: nn.Module, kind: type) -> None:
-    from torch.distributed._composable_state import _module_state_mapping
-
-    part.__class__ = kind
-    _module_state_mapping.pop(part, None)
+    for part, names in methods.items():
+        for name in names:
+            register_fsdp_forward_method(part, name)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from lightning_memfit.trace.timeline import (
     Signature,
     TensorShape,
 )
+from lightning_memfit.trace.whole_module import RegisteredMethods
 
 _aten = torch.ops.aten
 _ADD = _aten.add.Tensor
@@ -105,6 +106,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scalars_read = 0
         self.known = KnownValues()
         self.collectives: Collectives | None = None
+        self.registered_methods: RegisteredMethods | None = None
         self._in_place = ResultsInPlace()
         self._collect_signatures = collect_signatures
         self._names = names
