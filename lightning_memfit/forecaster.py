@@ -540,7 +540,14 @@ def _timeline_of(
 def _with_step(window: Timeline, step: _OptimizerStep, candidate: Candidate, *, on_a_gpu: bool) -> Timeline:
     if candidate.sharding is None:
         return with_optimizer_step(window, step.step.whole)
-    return sharded_timeline(window, step.step, candidate.sharding, offload=candidate.offload, on_a_gpu=on_a_gpu)
+    return sharded_timeline(
+        window,
+        step.step,
+        candidate.sharding,
+        offload=candidate.offload,
+        on_a_gpu=on_a_gpu,
+        slices_per_batch=candidate.split.num_slices,
+    )
 
 
 def _levers_of_the_step(candidate: Candidate) -> tuple[Hashable, ...]:

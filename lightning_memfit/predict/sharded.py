@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_memfit.plan import Candidate, Category, MemoryBreakdown, Offload, Phase, Precision
 from lightning_memfit.predict.ddp import ddp_timeline, parameter_bytes
+from lightning_memfit.predict.fsdp2 import fsdp2_timeline
 from lightning_memfit.predict.module_calls import with_module_calls
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost, moved, renumbered, with_optimizer_step
-from lightning_memfit.predict.shares import Shares, shares_of
+from lightning_memfit.predict.shares import shares_of
 from lightning_memfit.predict.step_writer import Memory
 from lightning_memfit.predict.variants import OneRank, StepVariants, Variant
 from lightning_memfit.predict.zero import zero_timeline
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.timeline import (
-    Event,
     FlatStep,
-    Free,
-    Operation,
-    Output,
     ParameterLayout,
-    Resident,
     Timeline,
 )
 
 
 def sharded_timeline(
-    window: Timeline, step: RankStep, sharding: Sharding, *, offload: Offload = "never", on_a_gpu: bool = True
+    window: Timeline,
+    step: RankStep,
+    sharding: Sharding,
+    *,
+    offload: Offload = "never",
+    on_a_gpu: bool = True,
+    slices_per_batch: int | None = None,
 ) -> Timeline:
     """The timeline of one rank, the one that holds most.
 
@@ -37,18 +39,19 @@ def sharded_timeline(
         sharding: how training is spread.
         offload: what lies in the host's memory.
         on_a_gpu: ranks exchange by NCCL; else by gloo, which works on copies.
+        slices_per_batch: slices of one Lightning batch; by default all of the window.
     """
     if sharding.engine == "ddp":
         return with_optimizer_step(ddp_timeline(window, sharding), step.whole)
     if sharding.engine == "deepspeed":
         return _of_zero(window, step, sharding, offload, "device" if on_a_gpu else "both", on_a_gpu)
-    shares = shares_of(window.parameters, sharding, offload=offload, micro_steps=window.micro_steps)
-    return _by_shares(with_optimizer_step(window, step.whole), shares)
-
-
-def host_timeline(window: Timeline, step: RankStep, sharding: Sharding, *, offload: Offload) -> Timeline:
-    """What one rank of DeepSpeed allocates and frees in the host's memory; arguments as above."""
-    return _of_zero(window, step, sharding, offload, "host", True)
+    return fsdp2_timeline(
+        window,
+        sharding,
+        step.whole,
+        collectives="nccl" if on_a_gpu else "gloo",
+        slices_per_batch=slices_per_batch,
+    )
 
 
 def _of_zero(
@@ -185,59 +188,3 @@ def estimated_memory(
         added=added,
     )
     return variants.memory(variant, step, rank)
-
-
-def _by_shares(step: Timeline, shares: Shares) -> Timeline:
-    """A step in which each parameter and gradient is of its share, and exchanging takes its most in each phase."""
-    first = 1 + max([*(each.storage for each in step.residents), *step.categories], default=0)
-    trainable = [parameter for parameter in step.parameters if parameter.trainable]
-    share = {
-        "parameters": shares.parameters_bytes / max(1, sum(map(parameter_bytes, step.parameters))),
-        "gradients": shares.gradients_bytes / max(1, sum(map(parameter_bytes, trainable))),
-    }
-    residents = [
-        *(each._replace(allocated_bytes=int(each.allocated_bytes * share.get(each.category, 1)))
-          for each in step.residents),
-        Resident(first, shares.masters_bytes, "optimizer_states"),
-        Resident(first + 1, shares.always_bytes, "communication"),
-    ]  # fmt: skip
-    scaled = [_scaled(event, step.categories, share) for event in step.events]
-    exchanges = {
-        "forward": Resident(first + 2, shares.forward_bytes, "communication"),
-        "backward": Resident(first + 3, shares.backward_bytes, "communication"),
-        "optimizer_step": Resident(first + 4, shares.step_gradients_bytes, "gradients"),
-    }
-    return replace(
-        step,
-        residents=tuple(each for each in residents if each.allocated_bytes),
-        events=tuple(_with_exchanges(scaled, exchanges)),
-        categories={**step.categories, **{taken.storage: taken.category for taken in exchanges.values()}},
-    )
-
-
-def _scaled(event: Event, categories: Mapping[int, Category], share: Mapping[str, float]) -> Event:
-    if isinstance(event, Free):
-        return event
-    outputs = (
-        output._replace(allocated_bytes=int(output.allocated_bytes * share.get(categories[output.storage], 1)))
-        for output in event.outputs
-    )
-    return event._replace(outputs=tuple(outputs))
-
-
-def _with_exchanges(events: Sequence[Event], exchanges: Mapping[str, Resident]) -> Iterator[Event]:
-    """The events, with what exchanging takes from the first operator of a phase on to the next one's."""
-    held: Resident | None = None
-    phase: str | None = None
-    for event in events:
-        if isinstance(event, Operation) and event.phase not in (phase, "zero_grad"):
-            phase = event.phase
-            if held is not None:
-                yield Free(held.storage, event.phase)
-            held = exchanges.get(phase)
-            if held is not None:
-                taken = (Output(held.storage, 0, held.allocated_bytes),)
-                yield Operation("exchange", "", event.phase, None, taken, micro_step=event.micro_step)
-        yield event
-    if held is not None:
-        yield Free(held.storage, "optimizer_step")

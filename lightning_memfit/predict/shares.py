@@ -76,7 +76,7 @@ def _of_fsdp2(parameters: Sequence[ParameterLayout], sharding: Sharding, micro_s
 
     1. In the forward a gathered group stands beside the buffer that it was gathered in; the root stays gathered.
     2. In the backward the group before it is gathered meanwhile, the group's gradients are whole, and those of the one
-       before are being exchanged.
+       before are being exchanged. The root's gradients come when activations are gone: they are not counted.
     3. Where gradients are exchanged once per step, the slices before the last keep whole ones.
 
     Source: pytorch/pytorch ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, 2.13: ``wait_for_unshard``,
@@ -87,7 +87,7 @@ def _of_fsdp2(parameters: Sequence[ParameterLayout], sharding: Sharding, micro_s
     root = sum(map(parameter_bytes, groups.get("", ())))
     members = [group for name, group in groups.items() if name]
     gathered = max((sum(map(parameter_bytes, group)) for group in members), default=0)
-    unreduced = max((_gradients(group) for group in groups.values()), default=0)
+    unreduced = max((_gradients(group) for group in members), default=0)
     if not sharding.reshard_after_forward:
         root, gathered = sum(map(parameter_bytes, parameters)), 0
     undivided = _gradients(parameters) if micro_steps > 1 and sharding.synchronisation == "step" else 0

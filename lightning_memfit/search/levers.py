@@ -17,8 +17,8 @@ from lightning_memfit.plan import (
     Precision,
     balanced_slices,
 )
-from lightning_memfit.sharding import Sharding
 from lightning_memfit.search.strategies import ONE_DEVICE, Considered, Spread
+from lightning_memfit.sharding import Sharding
 
 _PARTS = 4
 
