@@ -22,7 +22,8 @@ from lightning_memfit.forecasting import forecast, make_plan, trace_step
 from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.no_fit import NoFit
-from lightning_memfit.plan import Measurement, MemoryBreakdown, Plan
+from lightning_memfit.plan import Measurement, MemoryBreakdown, Plan, Sharding
+from lightning_memfit.strategy_choice import choose_strategy
 from lightning_memfit.sweep_objective import objective
 from lightning_memfit.trace.timeline import Timeline
 
@@ -43,11 +44,13 @@ __all__ = [
     "NoFit",
     "Plan",
     "PlanFileError",
+    "Sharding",
     "StalePlanError",
     "Timeline",
     "TraceError",
     "UnsupportedError",
     "__version__",
+    "choose_strategy",
     "detect_device",
     "forecast",
     "make_plan",

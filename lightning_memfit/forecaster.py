@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -21,19 +21,32 @@ from lightning_memfit.errors import BatchStructureError, TraceError, Unsupported
 from lightning_memfit.fingerprint import optimizer_words
 from lightning_memfit.observe.lone_rank import without_other_ranks
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown, Precision
+from lightning_memfit.predict.ddp import bucket_sizes
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost, optimizer_step_cost, with_optimizer_step
+from lightning_memfit.predict.sharded import (
+    RankStep,
+    estimated_memory,
+    floor_bytes,
+    host_bytes,
+    of_one_device,
+    sharded_timeline,
+)
+from lightning_memfit.predict.shares import exchanged_bytes
 from lightning_memfit.predict.variants import Variant
+from lightning_memfit.predict.zero_layout import ZeroSettings, group_share
 from lightning_memfit.recorded_steps import Divide, GivenBatch, Recorded, RecordedSteps
 from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import HostTarget, Prober, Target
 from lightning_memfit.trace.closure_step import trace_closure_step
 from lightning_memfit.trace.faked_step import old_objects_at_rest
+from lightning_memfit.trace.flat_step import trace_flat_steps
 from lightning_memfit.trace.gradient_scaling import with_scaled_loss
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.optimizer_step import look_at_optimizer, trace_optimizer_step
+from lightning_memfit.trace.sharded_fakes import parameters_of
 from lightning_memfit.trace.small_steps import PeakLine, measure_small_steps
 from lightning_memfit.trace.step_program import StepProgram
 from lightning_memfit.trace.timeline import GradientLayout, Signature, Timeline
@@ -47,7 +60,7 @@ _AGREEMENT = 0.001
 """Share of the peak by which what is derived may differ from what is traced before the former is no longer believed."""
 PrepareOptimizer = Callable[[Optimizer, Candidate], Optimizer]
 """(optimizer as configured, candidate) to the optimizer as the candidate wants it."""
-_Layouts = tuple[GradientLayout | None, ...]
+_Layouts = tuple[GradientLayout | None, ...] | None
 
 
 class Forecaster:
@@ -142,6 +155,27 @@ class Forecaster:
             note = f"not derived from the trace of another setting, but traced: {error}"
             return forecast if self.untraceable else replace(forecast, notes=(*forecast.notes, note))
 
+    def floor_bytes(self, candidate: Candidate, budget_bytes: int) -> int:
+        """Bytes that a rank holds whatever its slices and what is recomputed; 0 on one device, and where none is known.
+
+        Without any recorded step: every trainable parameter counts as having a gradient.
+
+        Args:
+            candidate: how training is spread.
+            budget_bytes: as soon as that is exceeded, nothing more is found out.
+        """
+        if candidate.sharding is None or self._needs_closure:
+            return 0
+        parameters = parameters_of(self._program.module, floating_dtype(of_one_device(candidate)))
+        without_states = floor_bytes(parameters, 0, candidate)
+        if without_states > budget_bytes or candidate.optimizer_states != "as-configured":
+            return without_states
+        plain = replace(candidate, optimizer_implementation="as-configured")
+        try:
+            return floor_bytes(parameters, self._step(plain, None).cost.states_bytes, candidate)
+        except TraceError:
+            return without_states
+
     @property
     def facts(self) -> OptimizerFacts:
         """What can be chosen for the optimizer; it is made over fakes, and thrown away.
@@ -150,6 +184,10 @@ class Forecaster:
             TraceError: if it cannot be made.
         """
         return self._seen_of_the_optimizer[0]
+
+    @property
+    def _is_of_a_gpu(self) -> bool:
+        return self._target.rules.device_type != "cpu"
 
     @property
     def _needs_closure(self) -> bool:
@@ -225,7 +263,7 @@ class Forecaster:
         """
         key = replace(candidate, zero_gradients_early=False)
         if key not in self._timelines:
-            program, split = self._slices_of(candidate), candidate.split
+            program, split = self._slices_of(of_one_device(candidate)), candidate.split
             with faked_quantisation(), checkpointed(program.module, candidate.checkpointed_modules):
                 window = trace_window(
                     program,
@@ -235,16 +273,20 @@ class Forecaster:
                     resident_batches=self._given.resident_batches,
                     waiting_batch=self._given.waiting_batch,
                     collect_signatures=self._prober is not None,
-                    floating=floating_dtype(candidate),
+                    floating=floating_dtype(of_one_device(candidate)),
                     steps=False,
                 )
             step = self._step(candidate, window.gradients)
-            self._timelines[key] = with_optimizer_step(window, step.timeline)
+            self._timelines[key] = _with_step(window, step, candidate, on_a_gpu=self._is_of_a_gpu)
         return self._timelines[key]
 
     def _traced_with_closure(self, candidate: Candidate) -> Forecast:
         """The step of an optimizer that runs forward and backward itself; how often, and so how long, is not known."""
         split = candidate.split
+        if candidate.sharding is not None and candidate.sharding.engine != "ddp":
+            raise TraceError(
+                "an optimizer that runs forward and backward itself is forecast for several devices under DDP alone"
+            )
         with faked_quantisation(), checkpointed(self._program.module, candidate.checkpointed_modules):
             timeline = trace_closure_step(
                 self._slices_of(candidate),
@@ -259,7 +301,7 @@ class Forecaster:
         probes = self.probe(timeline.signatures)
         return Forecast(
             candidate=candidate,
-            memory=self._target.memory(timeline, probes.results).beside(self.callback_bytes),
+            memory=self._with_buckets(self._target.memory(timeline, probes.results), candidate),
             notes=(*timeline.notes, *probes.notes),
         )
 
@@ -273,19 +315,23 @@ class Forecaster:
         if candidate in self._derived_peaks:
             traced = predict_memory(timeline, probes.results, zero_gradients_early=early).peak_allocated_bytes
             if abs(traced - self._derived_peaks[candidate]) > _AGREEMENT * traced:
-                self._records.distrust(candidate, self._records.variant_of(candidate))
+                self._records.distrust(of_one_device(candidate), self._records.variant_of(candidate))
+        micro_steps = timeline.micro_steps
+        sent = exchanged_bytes(timeline.parameters, candidate.sharding, micro_steps=micro_steps)
         return Forecast(
             candidate=candidate,
             memory=memory.beside(self.callback_bytes),
             flops=timeline.flops,
             recomputed_flops=timeline.recomputed_flops,
-            predicted_step_seconds=self._seconds(timeline, candidate.split),
+            predicted_step_seconds=self._with_exchanges(self._seconds(timeline, candidate.split), sent),
+            exchanged_bytes=sent,
+            seconds_count_exchanges=sent is not None and self._target.link_bytes_per_second is not None,
             notes=(*timeline.notes, *probes.notes),
         )
 
     def _replayed(self, candidate: Candidate) -> Forecast | None:
         """The derived timeline replayed as the device would; ``None`` on the host, and where it cannot be derived."""
-        if self._target.rules.device_type == "cpu" or self._needs_closure:
+        if (self._target.rules.device_type == "cpu" and candidate.sharding is None) or self._needs_closure:
             return None
         try:
             derived = self._derived(candidate)
@@ -294,7 +340,9 @@ class Forecaster:
             step = self._step(candidate, recorded.gradients)
         except NotDerivableError:
             return None
-        timeline = cache(lambda: _timeline_of(variant, recorded, step))  # large: made only where it is not known yet
+        timeline = cache(
+            lambda: _timeline_of(variant, recorded, step, candidate, on_a_gpu=self._is_of_a_gpu)
+        )  # large: made only where it is not known yet
         signatures = self._shared.once(("signatures", candidate, recorded.key, step.key), lambda: timeline().signatures)
         probes = self.probe(signatures)  # also of sizes that were not recorded
         early = candidate.zero_gradients_early
@@ -316,44 +364,59 @@ class Forecaster:
         except (BatchStructureError, TraceError) as error:
             raise NotDerivableError(str(error)) from error
         flops, recomputed_flops = recorded.variants.flops(variant)
-        memory = recorded.variants.memory(variant, step.cost)
+        sent = exchanged_bytes(recorded.variants.parameters, candidate.sharding, micro_steps=variant.micro_steps)
+        memory = estimated_memory(recorded.variants, variant, step.cost, candidate)
         self._derived_peaks[candidate] = memory.peak_allocated_bytes
         return Forecast(
             candidate=candidate,
             memory=memory.beside(self._target.kept_bytes, "temporaries").beside(self.callback_bytes),
             flops=flops,
             recomputed_flops=recomputed_flops,
-            predicted_step_seconds=_whole(recorded.seconds, variant, step.seconds),
+            predicted_step_seconds=self._with_exchanges(_whole(recorded.seconds, variant, step.seconds), sent),
+            exchanged_bytes=sent,
+            seconds_count_exchanges=sent is not None and self._target.link_bytes_per_second is not None,
+            host_bytes=host_bytes(recorded.variants.parameters, step.cost.states_bytes, candidate),
             confirmed=False,
             notes=tuple(dict.fromkeys((*recorded.notes, *step.notes))),
         )
 
     def _recorded(self, candidate: Candidate, variant: Variant) -> Recorded:
+        one = of_one_device(candidate)
         with faked_quantisation():
-            return self._records.recorded(candidate, variant, self._slices_of(candidate), floating_dtype(candidate))
+            return self._records.recorded(one, variant, self._slices_of(one), floating_dtype(one))
 
     def _step(self, candidate: Candidate, gradients: _Layouts) -> _OptimizerStep:
         """The optimizer's step, which depends on nothing in front of it but which gradients there are."""
-        key = candidate.optimizer_states, candidate.optimizer_implementation, floating_dtype(candidate), gradients
+        # DeepSpeed makes its copies of 32 bits whatever it computes in.
+        levers, floating = _levers_of_the_step(candidate), floating_dtype(candidate)
+        divides = candidate.sharding is not None and candidate.sharding.zero_stage is not None
+        key = *levers, floating, None if divides else gradients
         if key not in self._steps:
             # Under the rules of every GPU the optimizer steps alike: they differ in attention alone.
             by = "step", self._target.rules.device_type, self._prober is not None, *key
             step = self._shared.once(by, lambda: self._traced_step(candidate, gradients))
-            probes = self.probe(step.signatures)
+            whole = step.whole
+            probes = self.probe(whole.signatures)
             found = by, probes_key(probes.results)
-            cost = self._shared.once(("cost", found), lambda: optimizer_step_cost(step, probes.results))
-            notes = (*step.notes, *probes.notes)
-            self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(step), notes, found)
+            cost = self._shared.once(("cost", found), lambda: optimizer_step_cost(whole, probes.results))
+            notes = (*whole.notes, *probes.notes)
+            self._steps[key] = _OptimizerStep(step, cost, self._step_seconds(whole), notes, found)
         return self._steps[key]
 
-    def _traced_step(self, candidate: Candidate, gradients: _Layouts) -> Timeline:
+    def _traced_step(self, candidate: Candidate, gradients: _Layouts) -> RankStep:
+        program, collects = self._program_at(candidate), self._prober is not None
         with faked_quantisation():
-            return trace_optimizer_step(
-                self._program_at(candidate),
+            if candidate.sharding is not None and candidate.sharding.zero_stage is not None:
+                share = partial(group_share, settings=ZeroSettings.of(candidate.sharding))
+                return RankStep.of_groups(trace_flat_steps(program, share, collect_signatures=collects))
+            step = trace_optimizer_step(
+                program,
                 gradients=gradients,
-                collect_signatures=self._prober is not None,
+                collect_signatures=collects,
                 floating=floating_dtype(candidate),
+                sharding=candidate.sharding,
             )
+            return RankStep(whole=step)
 
     def _slices_of(self, candidate: Candidate) -> StepProgram:
         """The step at the candidate's precision; its optimizer, as configured, only zeroes and clips."""
@@ -365,7 +428,9 @@ class Forecaster:
     def _program_at(self, candidate: Candidate) -> StepProgram:
         """The step at the candidate's precision, with the optimizer as the candidate wants it."""
         make = self._program.make_optimizer
-        return replace(self._slices_of(candidate), make_optimizer=lambda: self._prepare(make(), candidate))
+        return replace(
+            self._slices_of(of_one_device(candidate)), make_optimizer=lambda: self._prepare(make(), candidate)
+        )
 
     def _with_levers(self, optimizer: Optimizer, candidate: Candidate) -> Optimizer:
         states, implementation = candidate.optimizer_states, candidate.optimizer_implementation
@@ -391,7 +456,17 @@ class Forecaster:
 
         return predict_step_seconds(timeline, self._rates, split=split)
 
+    def _with_exchanges(self, seconds: float | None, sent: int | None) -> float | None:
+        """Seconds of a step and of what ranks send one another meanwhile, as if neither ran beside the other."""
+        link = self._target.link_bytes_per_second
+        return seconds if seconds is None or sent is None or link is None else seconds + sent / link
+
     def _measured_small(self, candidate: Candidate) -> Forecast:
+        if candidate.sharding is not None and candidate.sharding.engine != "ddp":
+            raise TraceError(
+                f"The step could not be traced ({self.untraceable}), and what a rank of {candidate.sharding.label} "
+                f"needs can only be told from a trace. {_way_out(self.untraceable)}, or plan for one device."
+            )
         if self._target.rules.device_type != "cpu":
             raise TraceError(
                 f"The step could not be traced ({self.untraceable}), and without the GPU nothing can be measured "
@@ -407,13 +482,19 @@ class Forecaster:
         line = self._lines[key]
         return Forecast(
             candidate=candidate,
-            memory=line.at(candidate.split.micro_batch_size).beside(self.callback_bytes),
+            memory=self._with_buckets(line.at(candidate.split.micro_batch_size), candidate),
             method="extrapolated",
             notes=(
                 f"the step could not be traced ({self.untraceable}); its peak is a straight line through real steps of "
                 f"{line.sizes[0]} and {line.sizes[1]} samples, and the warm-up will tell",
             ),
         )
+
+    def _with_buckets(self, memory: MemoryBreakdown, candidate: Candidate) -> MemoryBreakdown:
+        """What was found on one device, with DDP's buckets and what callbacks hold."""
+        sharded = candidate.sharding is not None
+        parameters = parameters_of(self._program.module, floating_dtype(candidate)) if sharded else ()
+        return memory.beside(sum(bucket_sizes(parameters)), "communication").beside(self.callback_bytes)
 
     def _measured_now(self, candidate: Candidate, accumulates: bool) -> PeakLine:
         if self._needs_closure:
@@ -441,17 +522,42 @@ class Forecaster:
 
 
 class _OptimizerStep(NamedTuple):
-    timeline: Timeline
+    step: RankStep
     cost: OptimizerStepCost
     seconds: StepSeconds | None
     notes: tuple[str, ...]
     key: Hashable
 
 
-def _timeline_of(variant: Variant, recorded: Recorded, step: _OptimizerStep) -> Timeline:
+def _timeline_of(
+    variant: Variant, recorded: Recorded, step: _OptimizerStep, candidate: Candidate, *, on_a_gpu: bool
+) -> Timeline:
     with old_objects_at_rest():
         window = recorded.variants.timeline(replace(variant, zero_gradients_early=False))
-        return with_optimizer_step(window, step.timeline)
+        return _with_step(window, step, candidate, on_a_gpu=on_a_gpu)
+
+
+def _with_step(window: Timeline, step: _OptimizerStep, candidate: Candidate, *, on_a_gpu: bool) -> Timeline:
+    if candidate.sharding is None:
+        return with_optimizer_step(window, step.step.whole)
+    return sharded_timeline(
+        window,
+        step.step,
+        candidate.sharding,
+        offload=candidate.offload,
+        on_a_gpu=on_a_gpu,
+        slices_per_batch=candidate.split.num_slices,
+    )
+
+
+def _levers_of_the_step(candidate: Candidate) -> tuple[Hashable, ...]:
+    """What decides how the optimizer steps, and over which share."""
+    sharding = candidate.sharding
+    share: Hashable = None
+    if sharding is not None and sharding.engine != "ddp":
+        stage = sharding.zero_stage
+        share = sharding.engine, 1 if stage == 2 else stage, sharding.ranks  # stages 1 and 2 step alike
+    return candidate.optimizer_states, candidate.optimizer_implementation, share
 
 
 def _whole(window: VariantSeconds | None, variant: Variant, step: StepSeconds | None) -> float | None:

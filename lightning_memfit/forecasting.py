@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,6 +24,7 @@ from lightning_memfit.plan import (
     BatchSplit,
     Candidate,
     MemoryBreakdown,
+    Offload,
     OptimizerImplementation,
     OptimizerStates,
     Plan,
@@ -32,10 +33,13 @@ from lightning_memfit.plan import (
 )
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.probers import GpuProber, gpu_prober
-from lightning_memfit.search.checkpointing import Recomputable, recomputable
+from lightning_memfit.search.checkpointing import Recomputable, find_repeated_blocks, recomputable
 from lightning_memfit.search.levers import TIERS, SearchSpace, search_space
 from lightning_memfit.search.planner import search_plan
+from lightning_memfit.search.strategies import considered_strategies
 from lightning_memfit.settings import plan_request
+from lightning_memfit.several_devices import host_bytes_of, notes_on_devices, on_ranks
+from lightning_memfit.sharding import Sharding
 from lightning_memfit.targets import CudaTarget, FormulaProber, Prober, target_of
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.timeline import Timeline
@@ -101,6 +105,8 @@ def forecast(
     zero_gradients_early: bool = False,
     probe_operators: bool = True,
     cache_dir: Path | None = None,
+    sharding: Sharding | None = None,
+    offload: Offload = "never",
 ) -> MemoryBreakdown:
     """Predict the peak of one given candidate.
 
@@ -118,6 +124,8 @@ def forecast(
         zero_gradients_early: gradients are dropped in front of the forward; Lightning drops them after it.
         probe_operators: run each distinct operator once, in a process of its own, for its hidden temporaries.
         cache_dir: keeps what probing found.
+        sharding: how training is spread over several such devices; the forecast is that of one rank.
+        offload: what DeepSpeed keeps on the host.
 
     Returns:
         The peak in bytes of the torch allocator, by category and phase.
@@ -139,7 +147,7 @@ def forecast(
     )
     with _prober(spec, probe_operators, cache_dir) as prober:
         forecaster = _forecaster(module, batch, loss, optimizer, prober=prober, device=spec)
-        candidate = _candidate(module, batch, request, forecaster)
+        candidate = on_ranks(_candidate(module, batch, request, forecaster), sharding, offload)
         return forecaster(dataclasses.replace(candidate, zero_gradients_early=zero_gradients_early)).memory
 
 
@@ -160,12 +168,17 @@ def make_plan(
     micro_batch_size: int | None = None,
     probe_operators: bool = True,
     cache_dir: Path | None = None,
+    num_devices: int = 1,
+    strategy: str = "auto",
+    offload: str = "auto",
+    host_memory: int | str | None = None,
 ) -> Plan:
     """Search for the plan of an effective batch, without a Trainer and without running a step.
 
     Args:
         module: a ``LightningModule``, or a module together with ``loss`` and ``optimizer``.
-        batch: one collated batch as the loader gives it; ``effective_batch_size`` is a multiple of its samples.
+        batch: one collated batch as the loader of one rank gives it; ``effective_batch_size`` is a multiple of its
+            samples times ``num_devices``.
         effective_batch_size: samples per optimizer step.
         loss: ``loss(module, batch) -> scalar``; replaces ``training_step``.
         optimizer: ``optimizer(parameters) -> Optimizer``; replaces ``configure_optimizers``.
@@ -179,6 +192,12 @@ def make_plan(
         micro_batch_size: samples of the largest slice; ``None`` leaves the choice to the search.
         probe_operators: run each distinct operator once, in a process of its own, for its hidden temporaries.
         cache_dir: keeps what probing found, and the measured rates of the device.
+        num_devices: devices of this kind in one node; every optimizer step is spread over all of them.
+        strategy: ``"auto"``, ``"ddp"``, ``"deepspeed_stage_1"`` to ``"deepspeed_stage_3_offload"``, or ``"fsdp2"``.
+        offload: ``"auto"`` moves the optimizer to the host, with DeepSpeed, only where nothing else fits;
+            ``"never"`` or ``"optimizer"``. On one device nothing is offloaded.
+        host_memory: bytes of the node's host that all ranks together may use, text such as ``"1TiB"``, or ``None``
+            where that is not known: the plan then says what it needs.
 
     Raises:
         NoFeasiblePlanError: if nothing fits.
@@ -200,6 +219,10 @@ def make_plan(
         micro_batch_size=micro_batch_size,
         probe_operators=probe_operators,
         cache_dir=cache_dir,
+        num_devices=num_devices,
+        strategy=strategy,
+        offload=offload,
+        host_memory=host_memory,
     ).values()
     if isinstance(plan, NoFeasiblePlanError):
         raise plan
@@ -223,6 +246,10 @@ def make_plans(
     micro_batch_size: int | None = None,
     probe_operators: bool = True,
     cache_dir: Path | None = None,
+    num_devices: int = 1,
+    strategy: str = "auto",
+    offload: str = "auto",
+    host_memory: int | str | None = None,
 ) -> dict[str, Plan | NoFeasiblePlanError]:
     """Search for the plan of an effective batch on each of several devices.
 
@@ -245,6 +272,10 @@ def make_plans(
         micro_batch_size: samples of the largest slice; ``None`` leaves the choice to the search.
         probe_operators: on the host, run each distinct operator once, for its hidden temporaries.
         cache_dir: keeps what probing found, and the measured rates of the host.
+        num_devices: as in :func:`make_plan`, and so are the arguments after it.
+        strategy: how training may be spread.
+        offload: what may lie on the host.
+        host_memory: what of the host may be used.
 
     Returns:
         By device: its plan, or the error that says why nothing fits there.
@@ -261,8 +292,10 @@ def make_plans(
         optimizer_states=optimizer_states,
         optimizer_implementation=optimizer_implementation,
         micro_batch_size="auto" if micro_batch_size is None else micro_batch_size,
+        offload=offload if num_devices > 1 or offload != "auto" else "never",
     )
-    whole = _undivided(batch, effective_batch_size)
+    devices_of_a_plan = _Devices(num_devices, strategy, host_bytes_of(host_memory))
+    whole = _undivided(batch, effective_batch_size, num_devices)
     if isinstance(devices, str):
         raise ConfigurationError(f"devices={devices!r} is one text. Write devices=({devices!r},), or call make_plan.")
     specs = {device: detect_device(device) for device in devices}
@@ -276,46 +309,64 @@ def make_plans(
             else:
                 forecaster = forecaster.for_device(target_of(spec), prober=prober, rates=rates)
             try:
-                found[device] = _plan_of(module, batch, request, whole, forecaster, spec)
+                found[device] = _plan_of(module, batch, request, whole, forecaster, spec, devices_of_a_plan)
             except NoFeasiblePlanError as error:
                 found[device] = error
     return found
 
 
-def _undivided(batch: Any, effective_batch_size: int) -> BatchSplit:
+def _undivided(batch: Any, effective_batch_size: int, ranks: int) -> BatchSplit:
     """An effective batch of whole Lightning batches.
 
     Raises:
-        ConfigurationError: if it is not a multiple of the batch.
+        ConfigurationError: if it is not a multiple of the batches of all ranks.
     """
     if effective_batch_size is None:
         raise ConfigurationError("effective_batch_size=None: without a Trainer, give the samples per optimizer step.")
     samples = batch_size_of(batch)
-    whole = effective_batch_size // samples
-    if effective_batch_size % samples:
-        below = f"{whole * samples} and " if whole else ""
+    together = ranks * samples
+    whole = effective_batch_size // together
+    if effective_batch_size % together:
+        below = f"{whole * together} and " if whole else ""
+        of_ranks = f"{together} samples: {ranks} devices x a batch of {samples}"
         raise ConfigurationError(
-            f"effective_batch_size={effective_batch_size} is not a multiple of the batch of {samples} samples. "
-            f"Nearest: {below}{(whole + 1) * samples}."
+            f"effective_batch_size={effective_batch_size} is not a multiple of "
+            f"{f'the batch of {samples} samples' if ranks == 1 else of_ranks}. "
+            f"Nearest: {below}{(whole + 1) * together}."
         )
     return BatchSplit(
         effective_batch_size=effective_batch_size,
+        ranks=ranks,
         loader_batch_size=samples,
-        accumulate_grad_batches=effective_batch_size // samples,
+        accumulate_grad_batches=whole,
         slice_sizes=(samples,),
     )
 
 
+class _Devices(NamedTuple):
+    number: int
+    strategy: str
+    host_bytes: int | None
+
+
 def _plan_of(
-    module: nn.Module, batch: Any, request: PlanRequest, whole: BatchSplit, forecaster: Forecaster, spec: DeviceSpec
+    module: nn.Module,
+    batch: Any,
+    request: PlanRequest,
+    whole: BatchSplit,
+    forecaster: Forecaster,
+    spec: DeviceSpec,
+    devices: _Devices,
 ) -> Plan:
+    space = _space(module, request, whole, forecaster, spec, devices)
     found = search_plan(
         request,
         spec,
         form_budget(spec, request, resident_bytes=resident_bytes(module, batch)),
-        _space(module, request, whole, forecaster, spec),
+        space,
         forecaster,
         estimate=forecaster.estimate,
+        floor=forecaster.floor_bytes,
     )
     fingerprint = fingerprint_of(
         module,
@@ -329,6 +380,7 @@ def _plan_of(
     notes = found.plan.notes
     if spec.kind == "cuda" and spec.context_high_bytes is None:
         notes += (f"what the context takes on {spec.name} is not known; it counts as nothing in the budget",)
+    notes += notes_on_devices(found.plan, space.strategies)
     if found.plan.split.num_slices > 1:
         notes += ("slices were not compared with the undivided batch; MemFit compares them before it trains",)
     return dataclasses.replace(found.plan, fingerprint=fingerprint, notes=notes)
@@ -383,7 +435,12 @@ def device_precisions(device: DeviceSpec) -> tuple[Precision, ...]:
 
 
 def _space(
-    module: nn.Module, request: PlanRequest, whole: BatchSplit, forecaster: Forecaster, spec: DeviceSpec
+    module: nn.Module,
+    request: PlanRequest,
+    whole: BatchSplit,
+    forecaster: Forecaster,
+    spec: DeviceSpec,
+    devices: _Devices,
 ) -> SearchSpace:
     facts = forecaster.facts
     found = _recomputable(module, request, whole, forecaster)
@@ -399,6 +456,15 @@ def _space(
         precisions=device_precisions(spec),
         implementations=facts.implementations,
         states_reason=facts.quantisation_obstacle,
+        strategies=considered_strategies(
+            request,
+            num_devices=devices.number,
+            device_kind=spec.kind,
+            strategy=devices.strategy,
+            blocks=find_repeated_blocks(module),
+            parameter_elements=[each.numel() for each in module.parameters() if each.requires_grad],
+        ),
+        host_budget_bytes=devices.host_bytes,
     )
 
 

@@ -326,6 +326,12 @@ class Forecast:
     """Those of them that activation checkpointing repeats."""
     predicted_step_seconds: float | None = None
     """Wall-clock seconds of one optimizer step; ``None`` where no rates of the device are known."""
+    exchanged_bytes: int | None = None
+    """Bytes that one rank sends to the others per optimizer step; ``None`` on one device."""
+    seconds_count_exchanges: bool = False
+    """Whether the predicted seconds include sending them, at what the vendor says of the link between the devices."""
+    host_bytes: int | None = None
+    """Bytes that one rank keeps in the host's memory instead of the device's; ``None`` where nothing is offloaded."""
     predicted_evaluation_peak_bytes: int | None = None
     """Peak of the first evaluation steps, raw; ``None`` if the run does not validate, or they could not be traced."""
     evaluation_peak_bytes: int | None = None

@@ -67,10 +67,12 @@ _ADDED_LATER: Mapping[type, frozenset[str]] = {
         {
             "key", "is_present", "uuid", "compute_capability", "multiprocessors", "total_bytes", "context_low_bytes",
             "context_high_bytes", "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills",
-            "unified_memory", "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
+            "unified_memory", "bandwidth_bytes_per_second", "link_bytes_per_second", "peak_flops", "attention_backends",
+            "unknowns",
         }
     ),
     Candidate: frozenset({"sharding"}),
+    Forecast: frozenset({"exchanged_bytes", "seconds_count_exchanges", "host_bytes"}),
     Sharding: frozenset(spec.name for spec in dataclasses.fields(Sharding)) - {"engine", "ranks"},
     Measurement: frozenset(
         {"measured_peak_reserved_bytes", "measured_device_total_bytes", "measured_peak_bytes_by_rank"}

@@ -52,6 +52,10 @@ class Target(Protocol):
     def counts_like(self) -> Hashable:
         """Equal for targets that count the memory of one timeline alike, the same hidden in its operators."""
 
+    @property
+    def link_bytes_per_second(self) -> int | None:
+        """What one device sends to the others of its node at most; ``None`` where that is not known."""
+
     def memory(
         self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
     ) -> MemoryBreakdown:
@@ -65,6 +69,7 @@ class HostTarget:
     rules: DeviceRules = field(default_factory=CpuRules)
     kept_bytes: int = 0
     counts_like: Hashable = "host"
+    link_bytes_per_second: int | None = None
 
     def memory(
         self, timeline: Timeline, probes: Mapping[int, ProbeResult], *, zero_gradients_early: bool = False
@@ -83,6 +88,8 @@ class CudaTarget:
     """How the allocator is set up."""
     allowed_bytes: int | None = None
     """What torch allows itself, where a memory fraction is set."""
+    link_bytes_per_second: int | None = None
+    """What it sends to the other GPUs of its node at most; ``None`` where that is not known."""
 
     @property
     def rules(self) -> DeviceRules:
@@ -183,4 +190,5 @@ def target_of(device: DeviceSpec) -> Target:
         ),
         settings=AllocatorSettings.from_text(device.allocator_settings or ""),
         allowed_bytes=_allowed_bytes(device),
+        link_bytes_per_second=device.link_bytes_per_second,
     )

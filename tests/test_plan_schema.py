@@ -417,8 +417,9 @@ OF_GPUS = {
     "key", "is_present", "uuid", "compute_capability", "multiprocessors", "total_bytes", "context_low_bytes",
     "context_high_bytes",
     "neighbours", "mig_profile", "memory_fraction", "allocator_settings", "spills", "unified_memory",
-    "bandwidth_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
+    "bandwidth_bytes_per_second", "link_bytes_per_second", "peak_flops", "attention_backends", "unknowns",
 }  # fmt: skip
+OF_SEVERAL_DEVICES = {"exchanged_bytes", "seconds_count_exchanges", "host_bytes"}
 
 
 def fields_of_records() -> list[Keys]:
@@ -427,6 +428,7 @@ def fields_of_records() -> list[Keys]:
         path for path, _ in places(PLAN.to_dict())
         if isinstance(path[-1], str) and not (len(path) > 1 and path[-2] in free)
         and not (path[0] == "device" and path[-1] in OF_GPUS) and "sharding" not in path
+        and path[-1] not in OF_SEVERAL_DEVICES
     ]  # fmt: skip
 
 
@@ -440,6 +442,8 @@ def test_a_plan_from_before_gpus_were_described_is_read_as_it_was() -> None:
 def test_a_plan_from_before_several_devices_is_read_as_one_for_a_single_device() -> None:
     data = dataclasses.replace(PLAN, passed_over=()).to_dict()
     del data["forecast"]["candidate"]["sharding"]
+    for name in OF_SEVERAL_DEVICES:
+        del data["forecast"][name]
     assert read_plan(data).candidate == dataclasses.replace(PLAN.candidate, sharding=None)
 
 

@@ -27,6 +27,7 @@ from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.hardware.torch_driver import TorchDriver
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.search.batch_arithmetic import resolve_loader
+from lightning_memfit.search.strategies import STRATEGIES
 from lightning_memfit.validate.splittable import has_train_mode_batch_norm
 
 _SETTINGS = (
@@ -43,13 +44,21 @@ _ON_THIS_MACHINE = {
     "logger": False, "callbacks": None, "profiler": None, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,
 }  # fmt: skip
+_ONE_DEVICE = "planned for one device; what several exchange is left out"
 _EPOCHS = 1000  # Lightning's, where neither steps nor epochs are given
 _PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
 @contextmanager
 def subject_of_config(
-    config: Any, *, words: str, source: str, otherwise: str, real: bool, effective_batch_size: int | None = None
+    config: Any,
+    *,
+    words: str,
+    source: str,
+    otherwise: str,
+    real: bool,
+    effective_batch_size: int | None = None,
+    num_devices: int | None = None,
 ) -> Iterator[Subject]:
     """Make what a composed config names: ``model``, ``data``, ``trainer`` and, where there is one, ``memfit``.
 
@@ -62,6 +71,7 @@ def subject_of_config(
         otherwise: what else may be done where the config has another structure, for messages.
         real: make the module for real, not on ``meta``.
         effective_batch_size: outweighs the config: it decides how the loader's batches are cut.
+        num_devices: devices that are planned for; ``None`` plans for one, whatever the Trainer is told.
 
     Raises:
         ConfigurationError: if it has another structure, or what it names cannot be made.
@@ -71,6 +81,13 @@ def subject_of_config(
         if "seed" in config and config.seed is not None:
             torch.manual_seed(config.seed)
         settings, notes = settings_of(config)
+        if num_devices is not None:
+            settings.update(_of_several(config, num_devices))
+            notes = tuple(
+                note
+                for note in notes
+                if note != _ONE_DEVICE and not ("offload" in settings and "memfit.offload=" in note)
+            )
         if effective_batch_size is not None:
             settings["effective_batch_size"] = effective_batch_size
         instantiate = _instantiate()
@@ -79,7 +96,7 @@ def subject_of_config(
         data = called(lambda: instantiate(config.data), what="data")
         trainer = _trainer(config, instantiate)
         loader = _attached_loader(trainer, module, data)
-        batch, accumulate = _planned_batch(trainer, module, loader, settings)
+        batch, accumulate = _planned_batch(trainer, module, loader, settings, num_devices or 1)
         with answering_num_batches(
             trainer, num_batches=_batches_per_epoch(trainer, loader), accumulate_grad_batches=accumulate
         ):
@@ -107,6 +124,28 @@ def device_of(config: Any) -> str | None:
     if device in (None, "local") and OmegaConf.select(config, "trainer.accelerator") == "cpu" and has_gpu():
         return "cpu"
     return None if device is None else str(device)
+
+
+def devices_of(config: Any) -> int:
+    """Devices that a config names: its own ``devices``, else those of its Trainer; 1 where neither is a number."""
+    from omegaconf import OmegaConf
+
+    for key in ("devices", "trainer.devices"):
+        found = OmegaConf.select(config, key)
+        if isinstance(found, int) and not isinstance(found, bool) and found >= 1:
+            return found
+    return 1
+
+
+def _of_several(config: Any, num_devices: int) -> dict[str, Any]:
+    """What ``make_plan`` takes of a config beside the devices: strategy and offloading, where they are named."""
+    strategy, offload = (config.get("trainer") or {}).get("strategy"), (config.get("memfit") or {}).get("offload")
+    found: dict[str, Any] = {"num_devices": num_devices}
+    if num_devices > 1 and strategy in STRATEGIES:
+        found["strategy"] = strategy
+    if num_devices > 1 and offload not in (None, "never"):
+        found["offload"] = offload
+    return found
 
 
 def has_gpu() -> bool:
@@ -175,7 +214,7 @@ def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if trainer.get("gradient_clip_val"):
         notes.append("gradient clipping is left out of this forecast: it works in place")
     if str(trainer.get("devices", 1)) != "1" or str(trainer.get("num_nodes", 1)) != "1":
-        notes.append("planned for one device; what several exchange is left out")
+        notes.append(_ONE_DEVICE)
     return settings, tuple(notes)
 
 
@@ -227,7 +266,7 @@ def _attached_loader(trainer: Any, module: Any, data: Any) -> Any:
     return called(data.train_dataloader, what=f"train_dataloader of {type(data).__name__}")
 
 
-def _planned_batch(trainer: Any, module: Any, loader: Any, settings: dict[str, Any]) -> tuple[Any, int]:
+def _planned_batch(trainer: Any, module: Any, loader: Any, settings: dict[str, Any], ranks: int) -> tuple[Any, int]:
     """The batch that is planned, as ``training_step`` gets it, and how many of them form the effective batch.
 
     Raises:
@@ -236,7 +275,7 @@ def _planned_batch(trainer: Any, module: Any, loader: Any, settings: dict[str, A
     batch = first_of(loader, what="the train dataloader")
     resolved = resolve_loader(
         effective_batch_size=settings.get("effective_batch_size"),
-        ranks=1,
+        ranks=ranks,
         loader_batch_size=batch_size_of(batch),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         can_rebuild=isinstance(loader, torch.utils.data.DataLoader),

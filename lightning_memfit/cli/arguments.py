@@ -10,6 +10,7 @@ from lightning_memfit import plan
 from lightning_memfit._version import __version__
 from lightning_memfit.cli.batch_text import SYNTAX
 from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.search.strategies import STRATEGIES
 
 FITS = 0
 """Exit code: fits on every device asked for."""
@@ -36,6 +37,7 @@ _PLAN_EXAMPLES = """examples:
   memfit plan --model my_models:gpt --batch my_models:batch --effective-batch-size 64 --device a100-40gb
   memfit plan --model my_models:gpt --batch 'inputs=4x512:int64[0..32000],targets=4x512:int64' --device t4 --device l4
   memfit plan model=byte_gpt memfit.effective_batch_size=64 hardware=a100-40gb
+  memfit plan hardware=a100-80gb devices=8 model=llama_70b
 
 """
 _PLAN_WORDS = """Predicts, without running a step and without the device, whether training fits, and with which plan.
@@ -224,6 +226,15 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--budget", metavar="SIZE", help="what a plan may use of torch's allocator, such as 20GiB")
     where.add_argument("--headroom", metavar="SIZE", help="left free on purpose, such as 1GiB")
+    where.add_argument(
+        "--num-devices",
+        type=int,
+        metavar="N",
+        help="devices of this kind in one node, over which every step is spread; 1, unless a config says devices=...",
+    )
+    where.add_argument(
+        "--host-memory", metavar="SIZE", help="what all of them may keep on the host, such as 1TiB; unknown if left out"
+    )
     _add_lever_arguments(parser)
     parser.add_argument("--real", action="store_true", help="make the module for real, not on torch's meta device")
     _add_output_arguments(parser)
@@ -246,6 +257,8 @@ def _add_lever_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is recomputed instead of saved; patterns of module names such as 'blocks.*', repeat it for several",
     )
     levers.add_argument("--optimizer-states", choices=("auto", *get_args(plan.OptimizerStates)))
+    levers.add_argument("--strategy", choices=("auto", *STRATEGIES), help="how training is spread over several devices")
+    levers.add_argument("--offload", choices=("auto", "never", "optimizer"), help="what DeepSpeed keeps on the host")
     levers.add_argument("--optimizer-implementation", choices=("auto", *get_args(plan.OptimizerImplementation)))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.application.composed import answering_hydra, subject_of_config
+from lightning_memfit.application.composed import answering_hydra, devices_of, subject_of_config
 from lightning_memfit.application.subject import Subject
 from lightning_memfit.cli.hydra_app import composition_words
 from lightning_memfit.config import register_configs
@@ -15,6 +16,7 @@ from lightning_memfit.errors import ConfigurationError
 
 CONFIG_DIR, CONFIG_NAME = "conf", "config"
 """Where the primary config is looked for if nothing else is said."""
+_SHAPES = Path(str(resources.files("lightning_memfit.shapes")))
 _OTHERWISE = "name your own code with --model and --batch"
 
 
@@ -26,6 +28,7 @@ def composed_subject(
     overrides: Sequence[str],
     real: bool,
     effective_batch_size: int | None = None,
+    num_devices: int | None = None,
 ) -> Iterator[Subject]:
     """Compose a config, and make what it names; see :func:`~lightning_memfit.application.composed.subject_of_config`.
 
@@ -35,12 +38,14 @@ def composed_subject(
         overrides: as for the application itself.
         real: make the module for real, not on ``meta``.
         effective_batch_size: the option, which outweighs the config: it decides how the loader's batches are cut.
+        num_devices: the option, which outweighs the config's ``devices`` and ``trainer.devices``.
 
     Raises:
         ConfigurationError: if Hydra is not installed, or the config cannot be composed or made.
     """
-    folder = Path(config_dir or CONFIG_DIR).resolve()
-    name = config_name or CONFIG_NAME
+    folder, name = Path(config_dir or CONFIG_DIR).resolve(), config_name or CONFIG_NAME
+    if config_dir is None and config_name is None and _is_a_known_shape(overrides, folder):
+        folder = _SHAPES
     words = " ".join(overrides) or f"{folder.name}/{name}"
     with (
         _composed(folder, name, overrides) as config,
@@ -51,9 +56,18 @@ def composed_subject(
             otherwise=_OTHERWISE,
             real=real,
             effective_batch_size=effective_batch_size,
+            num_devices=devices_of(config) if num_devices is None else num_devices,
         ) as subject,
     ):
         yield subject
+
+
+def _is_a_known_shape(overrides: Sequence[str], folder: Path) -> bool:
+    """Whether a model is asked for that the folder does not have, and this package does."""
+    asked = [value for name, _, value in (each.partition("=") for each in overrides) if name == "model"]
+    if not asked or (folder / "model" / f"{asked[-1]}.yaml").is_file():
+        return False
+    return (_SHAPES / "model" / f"{asked[-1]}.yaml").is_file()
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from lightning_memfit.units import parse_bytes
 
 _LEVERS = (
     "effective_batch_size", "micro_batch_size", "precision", "activation_checkpointing", "optimizer_states",
-    "optimizer_implementation", "budget", "headroom",
+    "optimizer_implementation", "budget", "headroom", "num_devices", "strategy", "offload", "host_memory",
 )  # fmt: skip
+_CHECKED_LATER = ("budget", "headroom", "precision", "num_devices", "strategy", "host_memory")
 
 
 def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
@@ -39,10 +40,10 @@ def run_plan(arguments: Namespace, *, say: Any) -> tuple[int, str | None]:
     if arguments.device:
         _devices(arguments.device)  # before models are made, like everything that can be wrong with the levers
     given = _given(arguments)
-    PlanRequest(**{name: value for name, value in given.items() if name not in ("budget", "headroom", "precision")})
+    PlanRequest(**{name: value for name, value in given.items() if name not in _CHECKED_LATER})
     with subject_of(arguments) as subject:
         settings = {**subject.settings, **given}
-        settings.setdefault("effective_batch_size", batch_size_of(subject.batch))
+        settings.setdefault("effective_batch_size", batch_size_of(subject.batch) * settings.get("num_devices", 1))
         settings.setdefault("cache_dir", default_cache_dir())
         asked, notes = _devices(arguments.device or [subject.device or "local"])
         outcomes = outcomes_on(asked, subject, settings)
@@ -89,6 +90,8 @@ def _devices(names: Sequence[str]) -> tuple[list[Asked], tuple[str, ...]]:
 def _given(arguments: Namespace) -> dict[str, Any]:
     """The levers that were given as options, as ``make_plan`` takes them."""
     given = {name: getattr(arguments, name) for name in _LEVERS if getattr(arguments, name) is not None}
+    if "host_memory" in given:
+        given["host_memory"] = parse_bytes(given["host_memory"], setting="--host-memory")
     for name in ("budget", "headroom"):
         if name in given and given[name] not in ("auto", "0"):
             given[name] = parse_bytes(given[name], setting=f"--{name}")

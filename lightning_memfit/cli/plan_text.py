@@ -14,6 +14,7 @@ from lightning_memfit.plan import Forecast
 from lightning_memfit.report.anatomy import bracket_words, memory_renderables
 from lightning_memfit.report.device_words import device_words
 from lightning_memfit.report.pieces import bullet, facts_table, heading, title
+from lightning_memfit.report.strategies import strategies_renderables
 from lightning_memfit.report.table import decisions_renderables, split_words
 from lightning_memfit.units import format_bytes, format_seconds
 
@@ -45,6 +46,7 @@ def _block(subject: Subject, outcome: Outcome) -> Iterator[RenderableType]:
     if outcome.plan is not None:
         yield from memory_renderables(outcome.plan.forecast)
         yield from decisions_renderables(outcome.plan)
+        yield from strategies_renderables(outcome.plan)
         yield from _notes((*outcome.plan.notes, *outcome.plan.forecast.notes))
     elif outcome.smallest is not None:
         yield from memory_renderables(outcome.smallest)

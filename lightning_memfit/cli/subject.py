@@ -120,5 +120,6 @@ def subject_of(arguments: Namespace) -> Iterator[Subject]:
         overrides=arguments.overrides,
         real=arguments.real,
         effective_batch_size=arguments.effective_batch_size,
+        num_devices=arguments.num_devices,
     ) as subject:
         yield subject

@@ -60,6 +60,8 @@ class GpuModel:
     or unsupported."""
     bandwidth_bytes_per_second: int
     """Peak of the device's memory."""
+    link_bytes_per_second: int | None
+    """What it can send to the other GPUs of its node at most, one direction; ``None`` where that is not known."""
     context_bytes: ByteRange | None
     """What a process holds outside torch's allocator once CUDA and cuBLAS are loaded; ``None`` where nobody said."""
 
@@ -157,6 +159,7 @@ def catalog_device(name: str) -> DeviceSpec:
         context_high_bytes=None if context is None else context.high,
         neighbours=(),
         bandwidth_bytes_per_second=model.bandwidth_bytes_per_second,
+        link_bytes_per_second=model.link_bytes_per_second,
         peak_flops=model.peak_flops,
         attention_backends=model.attention_backends,
         unknowns=tuple(unknowns),
@@ -262,6 +265,9 @@ def _model(entry: Mapping[str, Any]) -> GpuModel:
         multiprocessors=entry["multiprocessors"]["value"],
         peak_flops={dtype: rate for dtype, rate in entry["peak_flops"].items() if dtype != "source"},
         bandwidth_bytes_per_second=entry["bandwidth_bytes_per_second"]["value"],
+        link_bytes_per_second=None
+        if entry["link_bytes_per_second"] is None
+        else entry["link_bytes_per_second"]["value"],
         context_bytes=None if context is None else _range(context),
     )
 

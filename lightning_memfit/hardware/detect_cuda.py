@@ -136,6 +136,7 @@ def detect_gpu(index: int | None, *, driver: Driver, host: DeviceSpec) -> Device
         spills=driver.spills(facts.uuid),
         unified_memory=facts.is_integrated,
         bandwidth_bytes_per_second=model.bandwidth_bytes_per_second if model is not None and has_rates else None,
+        link_bytes_per_second=model.link_bytes_per_second if model is not None and has_rates else None,
         peak_flops=model.peak_flops if model is not None and has_rates else {},
         attention_backends=attention_backends_of(facts.compute_capability, gfx=facts.gfx),
         unknowns=_unknowns(model if has_rates else None, own, context, neighbours),

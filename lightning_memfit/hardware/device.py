@@ -77,6 +77,8 @@ class DeviceSpec:
     """Peak of the device's memory, by the vendor's document."""
     peak_flops: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Dense FLOP per second by ``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``, by the vendor's document."""
+    link_bytes_per_second: int | None = None
+    """What it sends to the other GPUs of its node at most, by the vendor's document; ``None`` where not known."""
     attention_backends: tuple[AttentionBackend, ...] = ()
     """Backends of ``scaled_dot_product_attention`` that the device can run."""
     unknowns: tuple[str, ...] = ()

@@ -97,7 +97,7 @@ def requests_of(
 ) -> list[Request]:
     """What a run asks of the allocator, from the move of the module to the device to the end of the third step.
 
-    1. Parameters and buffers are moved one after the other.
+    1. Parameters and buffers are moved one after the other; so are buckets made in which ranks exchange.
     2. Each step lets go of the last batch and moves its own, as a loop does that gives both the same name: Lightning's
        (``loops/training_epoch_loop.py``, ``advance``) and ``for inputs, labels in loader``.
     3. The first step meets no gradients, and makes the optimizer's states in front of its optimizer step, and so the
@@ -112,7 +112,7 @@ def requests_of(
     """
     run = _Run(timeline, probes or {}, workspaces)
     for resident in timeline.residents:
-        if resident.category in ("parameters", "buffers"):
+        if resident.category in ("parameters", "buffers", "communication"):
             run.take(resident.storage, resident.allocated_bytes)
     for step in range(_STEPS):
         run.step(first=step == 0, zero_gradients_early=zero_gradients_early)

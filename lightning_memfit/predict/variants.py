@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from lightning_memfit.plan import CATEGORIES, PHASES, MemoryBreakdown, Phase
+from lightning_memfit.plan import CATEGORIES, PHASES, Category, MemoryBreakdown, Phase
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError, Numbers, at_samples, pair_operations
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost
 from lightning_memfit.predict.recomputation import Moments, recomputations
@@ -23,7 +23,7 @@ from lightning_memfit.predict.variant_arrays import UNDECIDED, Flags, Holds, Ope
 from lightning_memfit.predict.variant_tables import ALWAYS, FIRST, SECOND, clipping_begins, tables_of
 from lightning_memfit.predict.variant_timeline import events_of, small_block_events
 from lightning_memfit.trace.step_record import StepRecord
-from lightning_memfit.trace.timeline import Operation, Output, ProbeResult, Resident, Timeline
+from lightning_memfit.trace.timeline import Operation, Output, ParameterLayout, ProbeResult, Resident, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,28 @@ class Variant:
         if self.micro_steps == 1:
             return self.slice_sizes
         return self.slice_sizes[0], self.slice_sizes[0 if self.accumulate_grad_batches > 1 else 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRank:
+    """What one of several ranks holds in place of the whole, by sums: close, where a timeline would be exact."""
+
+    parameters: float = 1.0
+    """Share of the parameters' bytes."""
+    gradients: float = 1.0
+    """Share of the gradients' bytes."""
+    held: Mapping[Category, int] = field(default_factory=dict)
+    """Bytes that it holds beside the step all the time."""
+    added: Mapping[Phase, tuple[Category, int]] = field(default_factory=dict)
+    """By phase, bytes that it takes in all of it, and of which category."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds beside the step all the time."""
+        return sum(self.held.values())
+
+
+_WHOLE = OneRank()
 
 
 class Times(NamedTuple):
@@ -93,6 +115,11 @@ class StepVariants:
         self._second_slice = self._moments.of_event[second] - 0.5, self._moments.of_event[end] - 0.5
 
     @property
+    def parameters(self) -> tuple[ParameterLayout, ...]:
+        """The module's parameters in its own order, tied ones once."""
+        return self._record.parameters
+
+    @property
     def has_caches(self) -> bool:
         """Whether blocks were given key/value caches, which they are not given where they are recomputed."""
         return any(plan.call.has_cache for plan in self._plans)
@@ -124,37 +151,45 @@ class StepVariants:
         unknown = sorted(names - followed)
         return f"no call of {unknown[0]} was followed" if unknown else None
 
-    def memory(self, variant: Variant, step: OptimizerStepCost) -> MemoryBreakdown:
+    def memory(self, variant: Variant, step: OptimizerStepCost, rank: OneRank = _WHOLE) -> MemoryBreakdown:
         """The peak of a variant, the optimizer's step included.
+
+        Args:
+            variant: the slices, and what is recomputed.
+            step: the optimizer's step, of the rank's share.
+            rank: what one of several ranks holds; by default there is one.
 
         Raises:
             NotDerivableError: if the variant cannot be told from the record.
         """
-        state = self._state(variant)
-        before, after = (alive + step.states_bytes for alive in self._alive(state))
-        at_step = int(before[-1])
-        highest = np.where(state.runs, np.maximum(after, before[:-1] + state.hidden), -1)
+        state = self._of_rank(self._state(variant), rank)
+        before, after = (alive + step.states_bytes + rank.held_bytes for alive in self._alive(state))
+        at_step = int(before[-1]) + _added(rank, "optimizer_step")
+        added = numbers([_added(rank, phase) for phase in PHASES])[self._operators.phase]
+        highest = np.where(state.runs, np.maximum(after, before[:-1] + state.hidden) + added, -1)
         by_phase: dict[str, int] = {}
         for number, phase in enumerate(PHASES):
             of_phase = state.runs & (self._operators.phase == number)
             if of_phase.any():
                 by_phase[phase] = int(highest[of_phase].max())
         by_phase.update({phase: at_step + size for phase, size in step.memory.by_phase.items()})
-        peak, at = int(state.sizes[self._storages.there].sum()) + step.states_bytes, -1
+        peak, at = int(state.sizes[self._storages.there].sum()) + step.states_bytes + rank.held_bytes, -1
         if len(highest) and int(highest.max()) > peak:
             at = int(highest.argmax())
             peak = int(highest[at])
         if at_step + step.memory.peak_allocated_bytes > peak:
             found = self._by_category(state, step, len(highest)) + Counter(step.memory.by_category)
+            found += Counter[str](rank.held) + _in_phase(rank, "optimizer_step")
             peak = at_step + step.memory.peak_allocated_bytes
             return self._breakdown(
                 peak, found, by_phase, ("optimizer_step", step.memory.peak_op, step.memory.peak_module)
             )
-        found = self._by_category(state, step, at)
+        found = self._by_category(state, step, at) + Counter[str](rank.held)
         if at < 0:
             return self._breakdown(peak, found, by_phase, ("forward", None, None))
         operation = self._operators.operation[at]
-        found["temporaries"] += peak - int(after[at])
+        found += _in_phase(rank, operation.phase)
+        found["temporaries"] += peak - int(after[at]) - _added(rank, operation.phase)
         return self._breakdown(peak, found, by_phase, (operation.phase, operation.op, operation.module))
 
     def flops(self, variant: Variant) -> tuple[int, int]:
@@ -313,6 +348,14 @@ class StepVariants:
         hidden = self._at(operators.hidden, self._samples(variant, operators.slice_))
         return State(sizes, freed, gap, exists, runs, hidden, len(variant.followed))
 
+    def _of_rank(self, state: State, rank: OneRank) -> State:
+        if rank.parameters == rank.gradients == 1:
+            return state
+        shares = np.ones(len(CATEGORIES) + 1)
+        shares[CATEGORIES.index("parameters")] = rank.parameters
+        shares[CATEGORIES.index("gradients")] = rank.gradients
+        return state._replace(sizes=(state.sizes * shares[self._storages.category]).astype(np.int64))
+
     def _alive(self, state: State) -> tuple[Numbers, Numbers]:
         """Bytes alive in front of each operator and once more behind the last, and after each has allocated."""
         count = len(state.runs)
@@ -383,3 +426,11 @@ class StepVariants:
             kept = self._record.kept_bytes
             one = int(self._at(lines([(kept[0], kept[-1])]), numbers([variant.followed[0]]))[0])
             sizes[index] = one * max(0, len(variant.slice_sizes) - len(variant.followed))
+
+
+def _added(rank: OneRank, phase: Phase) -> int:
+    return rank.added[phase][1] if phase in rank.added else 0
+
+
+def _in_phase(rank: OneRank, phase: Phase) -> Counter[str]:
+    return Counter(dict([rank.added[phase]])) if phase in rank.added else Counter()

@@ -17,6 +17,7 @@ from lightning_memfit.plan import (
     Precision,
     balanced_slices,
 )
+from lightning_memfit.search.strategies import ONE_DEVICE, Considered, Spread
 from lightning_memfit.sharding import Sharding
 
 _PARTS = 4
@@ -44,6 +45,8 @@ class Setting:
     """Implementation of the optimizer's step."""
     checkpointing: CheckpointingOption
     """What is recomputed."""
+    spread: Spread = Spread()  # noqa: RUF009 - a frozen value
+    """Over which devices it runs, and what lies on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,10 @@ class SearchSpace:
     """Formats of the optimizer's states."""
     optimizer_implementations: tuple[OptimizerImplementation, ...] = ("as-configured",)
     """Implementations of the optimizer's step; quantised states have one of their own."""
+    strategies: Considered = ONE_DEVICE
+    """Ways to spread training over several devices."""
+    host_budget_bytes: int | None = None
+    """What all ranks of a node may keep in the host's memory; ``None`` where that is not known."""
     recomputed_anyway: tuple[str, ...] = ()
     """Qualified names of the blocks that the model recomputes by itself; they are not recomputed a second time."""
     precision_reason: str | None = None
@@ -76,8 +83,6 @@ class SearchSpace:
     """Why gradients may not be zeroed early, if they may not."""
     checkpointing_reason: str | None = None
     """Why nothing may be recomputed, if a warm-up showed that it may not."""
-    sharding: Sharding | None = None
-    """How the run is spread over several devices; ``None`` on one."""
 
     def without_recomputation(self, reason: str) -> SearchSpace:
         """The same space with nothing recomputed."""
@@ -85,10 +90,13 @@ class SearchSpace:
 
     def settings(self, tier: int) -> Iterator[Setting]:
         """The settings of one harm tier; of equal ones, those that recompute least come first."""
-        for precision, states, implementation in itertools.product(
-            self.precisions, self.optimizer_states, self.optimizer_implementations
+        for spread, precision, states, implementation in itertools.product(
+            self.strategies.spreads, self.precisions, self.optimizer_states, self.optimizer_implementations
         ):
+            if spread.obstacle(states) is not None:
+                continue
             fixed = states != "as-configured" or precision == "bf16-true"  # in 16 bits implementations are not equal
+            fixed |= spread.offload != "never"  # the host steps with an optimizer of DeepSpeed's
             if fixed and implementation != self.optimizer_implementations[0]:
                 continue
             for option in self.checkpointing:
@@ -97,6 +105,7 @@ class SearchSpace:
                     optimizer_states=states,
                     optimizer_implementation=implementation if states == "as-configured" else "as-configured",
                     checkpointing=option,
+                    spread=spread,
                 )
                 if self.candidate(setting, self.num_slices[0], zero_gradients_early=False).harm_tier == tier:
                     yield setting
@@ -112,12 +121,18 @@ class SearchSpace:
             zero_gradients_early=zero_gradients_early,
             optimizer_states=setting.optimizer_states,
             optimizer_implementation=setting.optimizer_implementation,
-            sharding=self.sharding,
+            offload=setting.spread.offload,
+            sharding=setting.spread.sharding,
         )
+
+    def is_of_another_engine(self, candidate: Candidate) -> bool:
+        """Whether another engine spreads a candidate over devices than the one that departs least from a plain run."""
+        least = self.strategies.spreads[0].sharding
+        return least is not None and candidate.sharding is not None and candidate.sharding.engine != least.engine
 
     def departures(self, candidate: Candidate) -> int:
         """How many levers a candidate sets otherwise than the least that the space allows."""
-        least = self.checkpointing[0]
+        least, least_spread = self.checkpointing[0], self.strategies.spreads[0]
         return sum(
             (
                 candidate.precision != self.precisions[0],
@@ -126,6 +141,7 @@ class SearchSpace:
                 candidate.checkpointed_modules != least.modules,
                 candidate.split.num_slices != self.num_slices[0],
                 candidate.zero_gradients_early,
+                (candidate.sharding, candidate.offload) != (least_spread.sharding, least_spread.offload),
             )
         )
 
@@ -149,6 +165,8 @@ def search_space(
     states_left: str | None = None,
     gradients_reason: str | None = None,
     sharding: Sharding | None = None,
+    strategies: Considered = ONE_DEVICE,
+    host_budget_bytes: int | None = None,
 ) -> SearchSpace:
     """Put the space together.
 
@@ -165,7 +183,9 @@ def search_space(
         states_reason: why the optimizer's states cannot be quantised; ``None`` if they can.
         states_left: which of several optimizers keep their states when others' are quantised, and why.
         gradients_reason: why gradients cannot be zeroed early; ``None`` if they can.
-        sharding: how the run is spread over several devices; ``None`` on one.
+        sharding: how the run is spread over several devices, where that is given; ``None`` on one.
+        strategies: ways to spread training over several devices, where there is a choice.
+        host_budget_bytes: what all ranks of a node may keep in the host's memory; ``None`` where that is not known.
 
     Raises:
         BatchArithmeticError: if ``micro_batch_size`` cannot be had.
@@ -194,7 +214,8 @@ def search_space(
         states_reason=states_reason,
         states_left=states_left,
         gradients_reason=gradients_reason,
-        sharding=sharding,
+        strategies=strategies if sharding is None else Considered(spreads=(Spread(sharding=sharding),), given=True),
+        host_budget_bytes=host_budget_bytes,
     )
 
 

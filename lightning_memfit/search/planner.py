@@ -13,9 +13,13 @@ from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, Plan, PlanRequest
 from lightning_memfit.report.no_fit import no_fit_message
 from lightning_memfit.search.levers import TIERS, SearchSpace, Setting
-from lightning_memfit.search.reasons import choices_of, note_on_recomputation, reason_passed_over
+from lightning_memfit.search.reasons import beyond_the_host, choices_of, note_on_recomputation, reason_passed_over
+from lightning_memfit.search.strategies import Spread
+from lightning_memfit.units import format_bytes
 
 Evaluate = Callable[[Candidate], Forecast]
+Floor = Callable[[Candidate, int], int]
+"""(candidate, budget in bytes) to bytes that it needs at the least."""
 
 MOST_CONTENDERS = 3
 """Candidates that are worth timing for real."""
@@ -26,6 +30,7 @@ NEARLY_FITS = 1.02
 budget."""
 _LEVER_PAYS = 0.02
 _PRECISION_PAYS = 0.05
+_ENGINE_PAYS = 0.1
 _INTERPOLATED_STEPS = 2
 _MOST_RETRIES = 3
 
@@ -48,6 +53,7 @@ def search_plan(
     evaluate: Evaluate,
     *,
     estimate: Evaluate | None = None,
+    floor: Floor | None = None,
     contenders: int = 1,
     out_of_time: Callable[[], bool] = lambda: False,
     notes: tuple[str, ...] = (),
@@ -58,8 +64,9 @@ def search_plan(
     2. For each setting of the other levers the fewest slices that fit are found. A larger slice never needs less
        memory, so that the number of slices is searched by interpolation between one that fits and one that does not.
     3. What fits is ranked by predicted seconds per optimizer step. A lever counts as faster only where it saves at
-       least 2 % (a precision 5 %), so that nothing departs from the run as it is for less. Where seconds are not
-       known, fewest recomputed FLOPs count, then fewest slices, then fewest departures.
+       least 2 % (a precision 5 %, another engine than the plainest of several devices 10 %), so that nothing departs
+       from the run as it is for less. Where seconds are not known, fewest recomputed FLOPs count, then fewest slices,
+       then fewest departures. Between strategies fewest exchanged bytes count first, unless seconds include them.
     4. The first of the ranking are forecast by ``evaluate``, if ``estimate`` derived them; one that does not fit
        after all is searched again with the difference added.
 
@@ -70,6 +77,8 @@ def search_plan(
         space: what may be chosen.
         evaluate: candidate to confirmed forecast.
         estimate: candidate to quick forecast; by default ``evaluate``.
+        floor: candidate and budget to bytes that it needs whatever its slices and what is recomputed; settings whose
+            floor is above the budget are not forecast.
         contenders: how many of the first are confirmed.
         out_of_time: whether planning has used its time; then no further settings are looked at.
         notes: what the user should know, put into the plan.
@@ -77,7 +86,7 @@ def search_plan(
     Raises:
         NoFeasiblePlanError: if nothing fits; the message says by how much and what would help.
     """
-    search = _Search(budget.budget_bytes, space, evaluate, estimate or evaluate, out_of_time)
+    search = _Search(budget.budget_bytes, space, evaluate, estimate or evaluate, floor or _no_floor, out_of_time)
     finalists: list[Forecast] = []
     for tier in TIERS:
         if not finalists:
@@ -94,7 +103,7 @@ def search_plan(
             candidate=other.candidate,
             predicted_peak_bytes=other.predicted_peak_bytes,
             predicted_step_seconds=other.predicted_step_seconds,
-            reason=reason_passed_over(other, chosen, budget),
+            reason=reason_passed_over(other, chosen, budget, host_budget_bytes=space.host_budget_bytes),
         )
         for other in others
     ]
@@ -107,8 +116,8 @@ def search_plan(
         device=device,
         budget=budget,
         forecast=chosen,
-        choices=choices_of(request, budget, space, chosen, others),
-        passed_over=(*sorted(passed, key=_nearest_first(budget)), *search.unneeded),
+        choices=choices_of(request, budget, space, chosen, others, ruled_out=tuple(search.ruled_out.values())),
+        passed_over=(*sorted(passed, key=_nearest_first(budget)), *search.ruled_out.values(), *search.unneeded),
         notes=(*notes, *chosen.notes),
     )
     return Found(plan=plan, contenders=tuple(finalists))
@@ -120,12 +129,16 @@ class _Search:
     space: SearchSpace
     evaluate: Evaluate
     estimate: Evaluate
+    floor: Floor
     out_of_time: Callable[[], bool]
     known: dict[Candidate, Forecast] = field(default_factory=dict)
     settings: dict[Candidate, Setting] = field(default_factory=dict)
     added: dict[Setting, int] = field(default_factory=dict)
     """By how much the confirmed forecast of a setting exceeded the estimated one."""
     unneeded: list[PassedOver] = field(default_factory=list)
+    ruled_out: dict[Spread, PassedOver] = field(default_factory=dict)
+    """Ways to spread training of which every setting so far has a floor above the budget."""
+    floors: dict[Setting, int] = field(default_factory=dict)
     cut_short: int = 0
 
     def finalists(self, tier: int, most: int) -> list[Forecast]:
@@ -149,7 +162,10 @@ class _Search:
         return []
 
     def smallest(self) -> Forecast:
-        """The confirmed candidate of the smallest peak of all that were looked at."""
+        """The confirmed candidate of the smallest peak of all that were looked at; of the lowest floor if none was."""
+        if not self.known:
+            lowest = min(self.floors, key=lambda setting: self.floors[setting])
+            self.forecast(lowest, self.space.num_slices[-1], early=self.space.gradients_reason is None)
         while not (smallest := min(self.known.values(), key=_peak)).confirmed:
             self._exact(smallest)
         return smallest
@@ -172,7 +188,9 @@ class _Search:
     # Search
 
     def fits(self, forecast: Forecast) -> bool:
-        return forecast.predicted_peak_bytes <= self.budget_bytes
+        return forecast.predicted_peak_bytes <= self.budget_bytes and not beyond_the_host(
+            forecast, self.space.host_budget_bytes
+        )
 
     def score(self, forecast: Forecast) -> tuple[float, ...]:
         """Smaller is better; forecasts without seconds come after those with."""
@@ -180,10 +198,13 @@ class _Search:
         departures = self.space.departures(candidate)
         least = (float(departures), float(candidate.split.num_slices))
         if forecast.predicted_step_seconds is None:
-            return (1.0, float(forecast.recomputed_flops or 0), float(candidate.split.num_slices), *least)
+            sent = forecast.exchanged_bytes or 0
+            return (1.0, float(forecast.recomputed_flops or 0), float(candidate.split.num_slices), float(sent), *least)
         other_precision = candidate.precision != self.space.precisions[0]
         must_pay = departures * _LEVER_PAYS + other_precision * (_PRECISION_PAYS - _LEVER_PAYS)
-        return (0.0, forecast.predicted_step_seconds * (1 + must_pay), *least)
+        must_pay += self.space.is_of_another_engine(candidate) * (_ENGINE_PAYS - _LEVER_PAYS)
+        sent = 0 if forecast.seconds_count_exchanges else forecast.exchanged_bytes or 0
+        return (0.0, float(sent), forecast.predicted_step_seconds * (1 + must_pay), *least)
 
     def _fitting(self, tier: int) -> list[Forecast]:
         found: list[Forecast] = []
@@ -197,6 +218,8 @@ class _Search:
             if found and self.out_of_time():
                 self.cut_short += 1
                 continue
+            if self._is_ruled_out(setting):
+                continue
             best = self.fewest_slices(setting)
             if best is not None:
                 found.append(best)
@@ -204,12 +227,28 @@ class _Search:
                     undivided.add(without)
         return found
 
+    def _is_ruled_out(self, setting: Setting) -> bool:
+        candidate = self.space.candidate(setting, self.space.num_slices[-1], zero_gradients_early=True)
+        floor = self.floors[setting] = self.floor(candidate, self.budget_bytes)
+        over = floor - self.budget_bytes
+        if over <= 0:
+            self.ruled_out.pop(setting.spread, None)
+        elif all(self.settings[known].spread != setting.spread for known in self.known):
+            reason = (
+                f"does not fit: what lies there all the time, {format_bytes(floor)} at the least, is "
+                f"{format_bytes(over)} over the budget"
+            )
+            first = PassedOver(candidate=candidate, predicted_peak_bytes=None, reason=reason)
+            self.ruled_out.setdefault(setting.spread, first)
+        return over > 0
+
     def _without_checkpointing(self, setting: Setting) -> Setting:
         return Setting(
             precision=setting.precision,
             optimizer_states=setting.optimizer_states,
             optimizer_implementation=setting.optimizer_implementation,
             checkpointing=self.space.checkpointing[0],
+            spread=setting.spread,
         )
 
     def _confirmed(self, found: list[Forecast], most: int) -> list[Forecast]:
@@ -247,7 +286,7 @@ class _Search:
     def _is_slower(self, forecast: Forecast, fastest: Forecast) -> bool:
         if forecast.predicted_step_seconds is None or fastest.predicted_step_seconds is None:
             return True
-        return self.score(forecast)[1] > CONTENDER_SHARE * self.score(fastest)[1]
+        return self.score(forecast)[2] > CONTENDER_SHARE * self.score(fastest)[2]
 
     def _exact(self, estimated: Forecast) -> Forecast:
         if not estimated.confirmed:
@@ -263,7 +302,9 @@ class _Search:
 
     def _fits_by_estimate(self, forecast: Forecast) -> bool:
         added = 0 if forecast.confirmed else self.added.get(self.settings[forecast.candidate], 0)
-        return forecast.predicted_peak_bytes + added <= self.budget_bytes
+        return forecast.predicted_peak_bytes + added <= self.budget_bytes and not beyond_the_host(
+            forecast, self.space.host_budget_bytes
+        )
 
     def best_at(self, setting: Setting, num_slices: int) -> Forecast:
         """Zeroing late is what the run does today; zeroing early is taken where only that fits."""
@@ -318,6 +359,10 @@ class _Search:
         self.unneeded.append(PassedOver(candidate=candidate, predicted_peak_bytes=None, reason=reason))
 
 
+def _no_floor(candidate: Candidate, budget_bytes: int) -> int:
+    return 0
+
+
 def _peak(forecast: Forecast) -> int:
     return forecast.predicted_peak_bytes
 
@@ -333,10 +378,11 @@ def _nothing_fits(
             PassedOver(
                 candidate=other.candidate,
                 predicted_peak_bytes=other.predicted_peak_bytes,
-                reason=reason_passed_over(other, best, budget),
+                reason=reason_passed_over(other, best, budget, host_budget_bytes=space.host_budget_bytes),
             )
             for other in _without(search.known.values(), best)
-        ),
+        )
+        + tuple(search.ruled_out.values()),
         request=request,
         slicing_reason=space.slicing_reason,
         checkpointing_reason=space.checkpointing_reason,

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PlanRequest
+from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PassedOver, PlanRequest
 from lightning_memfit.search.levers import SearchSpace
+from lightning_memfit.search.strategies import Spread
 from lightning_memfit.units import format_bytes, format_seconds
 
 
-def reason_passed_over(other: Forecast, chosen: Forecast, budget: Budget) -> str:
-    """Why ``other`` was not taken."""
+def beyond_the_host(forecast: Forecast, host_budget_bytes: int | None) -> int:
+    """By how many bytes all ranks of a forecast keep more on the host than they may; 0 where nobody knows."""
+    if forecast.host_bytes is None or host_budget_bytes is None:
+        return 0
+    return max(0, forecast.host_bytes * forecast.candidate.split.ranks - host_budget_bytes)
+
+
+def reason_passed_over(
+    other: Forecast, chosen: Forecast, budget: Budget, *, host_budget_bytes: int | None = None
+) -> str:
+    """Why ``other`` was not taken.
+
+    Args:
+        other: a candidate that was not taken.
+        chosen: the one that was.
+        budget: what a plan may use on a device.
+        host_budget_bytes: what all ranks may keep on the host; ``None`` where that is not known.
+    """
     over = other.predicted_peak_bytes - budget.budget_bytes
     if over > 0:
         return f"does not fit: {format_bytes(over)} over the budget"
+    over = beyond_the_host(other, host_budget_bytes)
+    if over:
+        return (
+            f"does not fit: {format_bytes(over)} more on the host than the {format_bytes(host_budget_bytes or 0)} given"
+        )
     mine, taken = other.candidate, chosen.candidate
     if mine.harm_tier > taken.harm_tier:
         return f"fits, but is of harm tier {mine.harm_tier} where tier {taken.harm_tier} fits"
     seconds, fastest = other.predicted_step_seconds, chosen.predicted_step_seconds
+    sends_more = (other.exchanged_bytes or 0) > (chosen.exchanged_bytes or 0)
+    if sends_more and not other.seconds_count_exchanges:
+        return (
+            f"fits, but sends more: {format_bytes(other.exchanged_bytes or 0)} per rank and step, the plan "
+            f"{format_bytes(chosen.exchanged_bytes or 0)}; how fast the link is, is not known"
+        )
     if seconds is not None and fastest is not None:
         compared = f"predicted {format_seconds(seconds)} per step, the plan {format_seconds(fastest)}"
         if seconds > fastest:
@@ -31,7 +59,13 @@ def reason_passed_over(other: Forecast, chosen: Forecast, budget: Budget) -> str
 
 
 def choices_of(
-    request: PlanRequest, budget: Budget, space: SearchSpace, chosen: Forecast, others: Sequence[Forecast]
+    request: PlanRequest,
+    budget: Budget,
+    space: SearchSpace,
+    chosen: Forecast,
+    others: Sequence[Forecast],
+    *,
+    ruled_out: Sequence[PassedOver] = (),
 ) -> tuple[Choice, ...]:
     """Every lever's value with its reason and its cost.
 
@@ -41,9 +75,11 @@ def choices_of(
         space: what could be chosen.
         chosen: the candidate that was taken.
         others: the forecasts that it was compared with.
+        ruled_out: what was not forecast, because of what lies on a device all the time.
     """
     return (
         _batch_choice(request, chosen),
+        *_strategy_choices(budget, space, chosen, others, ruled_out),
         _precision_choice(request, space, chosen, others),
         _checkpointing_choice(request, budget, space, chosen, others),
         _slicing_choice(space, chosen, others),
@@ -56,14 +92,91 @@ def choices_of(
 def _batch_choice(request: PlanRequest, chosen: Forecast) -> Choice:
     split = chosen.candidate.split
     asked = "as asked" if request.effective_batch_size is not None else "what the run does today"
+    ranks = "1 rank" if split.ranks == 1 else f"{split.ranks} ranks"
     return Choice(
         lever="effective_batch_size",
         value=str(split.effective_batch_size),
         reason=(
-            f"{asked}: {split.ranks} rank x accumulate_grad_batches {split.accumulate_grad_batches} x loader batch "
+            f"{asked}: {ranks} x accumulate_grad_batches {split.accumulate_grad_batches} x loader batch "
             f"{split.loader_batch_size}"
         ),
     )
+
+
+def _strategy_choices(
+    budget: Budget,
+    space: SearchSpace,
+    chosen: Forecast,
+    others: Sequence[Forecast],
+    ruled_out: Sequence[PassedOver],
+) -> Iterator[Choice]:
+    """The strategy, what lies on the host and the buckets; nothing on one device."""
+    candidate = chosen.candidate
+    if candidate.sharding is None:
+        return
+    if space.strategies.given:
+        reason = "as given"
+    elif (candidate.sharding, candidate.offload) == (space.strategies.spreads[0].sharding, "never"):
+        reason = "departs least from a run on one device, and fits"
+    else:
+        reason = _why_not_less(budget, space, chosen, others, ruled_out)
+    if chosen.exchanged_bytes is not None:
+        reason += f"; each rank sends {format_bytes(chosen.exchanged_bytes)} per step"
+    yield Choice(lever="strategy", value=strategy_words(candidate), reason=reason)
+    if candidate.offload != "never":
+        ranks = candidate.split.ranks
+        held = (chosen.host_bytes or 0) * ranks
+        known = "how much the host has is not known" if space.host_budget_bytes is None else "which are given"
+        yield Choice(
+            lever="offload",
+            value=candidate.offload,
+            reason=(
+                f"tier 2: nothing fits on the GPUs alone; {ranks} ranks keep {format_bytes(held)} in the host's "
+                f"memory, {known}"
+            ),
+        )
+    if candidate.sharding.zero_stage is not None and space.strategies.bucket_reason is not None:
+        value = f"{candidate.sharding.reduce_bucket_elements:,} elements"
+        yield Choice(lever="buckets", value=value, reason=space.strategies.bucket_reason)
+
+
+def _why_not_less(
+    budget: Budget,
+    space: SearchSpace,
+    chosen: Forecast,
+    others: Sequence[Forecast],
+    ruled_out: Sequence[PassedOver],
+) -> str:
+    """Against the least departure: what it would need, or how long it would take."""
+    least = space.strategies.spreads[0]
+    plain = [other for other in others if Spread.of(other.candidate) == least]
+    if not plain or least.sharding is None:
+        known = (f"{each.candidate.sharding.label} {each.reason}" for each in ruled_out if each.candidate.sharding)
+        return next(known, "fits")
+    fitting = [other for other in plain if other.predicted_peak_bytes <= budget.budget_bytes]
+    if not fitting:
+        smallest = min(other.predicted_peak_bytes for other in plain)
+        return f"{least.sharding.label} needs {format_bytes(smallest)} at the least"
+    best = min(fitting, key=lambda other: other.predicted_step_seconds or 0.0)
+    if best.predicted_step_seconds is None or chosen.predicted_step_seconds is None:
+        return "recomputes or divides less than DDP"
+    return (
+        f"faster: {format_seconds(chosen.predicted_step_seconds)} per step predicted, {least.sharding.label} "
+        f"{format_seconds(best.predicted_step_seconds)}"
+    )
+
+
+def strategy_words(candidate: Candidate) -> str:
+    """A strategy in words, such as ``"ZeRO-3 over 8, optimizer on the host"``."""
+    if candidate.sharding is None:
+        return "one device"
+    words = candidate.sharding.label
+    if candidate.sharding.gradient_as_bucket_view:
+        words += ", gradients as views of the buckets"
+    if candidate.sharding.engine == "fsdp2" and candidate.sharding.synchronisation == "slice":
+        words += ", gradients exchanged after every slice"
+    held = {"optimizer": ", optimizer on the host", "parameters": ", optimizer and parameters on the host"}
+    return words + held.get(candidate.offload, "")
 
 
 def _precision_choice(request: PlanRequest, space: SearchSpace, chosen: Forecast, others: Iterable[Forecast]) -> Choice:
@@ -174,6 +287,8 @@ def _other_levers(candidate: Candidate) -> tuple[object, ...]:
         candidate.checkpointed_modules,
         candidate.optimizer_states,
         candidate.optimizer_implementation,
+        candidate.sharding,
+        candidate.offload,
     )
 
 

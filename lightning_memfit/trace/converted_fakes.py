@@ -23,6 +23,9 @@ class ConvertedFakes(FakeTensors):
         super().__init__(mode)
         self._floating = floating
 
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._floating if tensor.is_floating_point() else tensor.dtype
+
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or tensor.dtype is self._floating:
             return super()._plain(tensor)

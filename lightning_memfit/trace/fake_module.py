@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import ConfigurationError, TraceError
+from lightning_memfit.trace.tensors import held_part
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -26,6 +27,8 @@ def new_fake_mode() -> FakeTensorMode:
 
 class FakeTensors:
     """Makes fakes of real or meta tensors, one for each, storages shared as the originals share theirs.
+
+    The fake of a tensor that is spread over ranks is the whole one.
 
     The fakes live on the CPU whatever device the originals are on: ``meta`` modules stand for modules that would be
     built there.
@@ -66,10 +69,18 @@ class FakeTensors:
                 f"a tensor of shape {tuple(tensor.shape)} has layout {tensor.layout}, only strided is traced"
             )
         with self.mode, torch.no_grad():
-            plain = self._plain(tensor)
+            is_whole = held_part(tensor) is tensor
+            plain = (
+                self._plain(tensor)
+                if is_whole
+                else torch.empty(tensor.size(), dtype=self._dtype_of(tensor), device=self.device)
+            )
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(plain, requires_grad=tensor.requires_grad)
             return plain.requires_grad_(tensor.requires_grad) if tensor.is_leaf else plain
+
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        return tensor.dtype
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -25,9 +25,10 @@ from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_collectives import answer_collectives
 from lightning_memfit.trace.fake_module import FakeTensors, faked
 from lightning_memfit.trace.step_program import StepProgram, users_code
-from lightning_memfit.trace.tensors import tensors_in
+from lightning_memfit.trace.tensors import held_part, tensors_in
 from lightning_memfit.trace.timeline import GradientLayout, ParameterLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
+from lightning_memfit.trace.whole_module import whole_module
 
 # Much of what a trace exchanges belongs to the process (standard output, names of torch, operators at dispatch keys):
 # two at a time would put back each other's stand-ins.
@@ -37,6 +38,8 @@ _ONE_AT_A_TIME = threading.RLock()
 @contextmanager
 def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Iterator[None]:
     """Within this context the module's tensors are fakes, and the tracer sees every operator.
+
+    A module that ``fully_shard`` spread over ranks is whole within it, as on one device.
 
     What the user's code prints meanwhile is dropped; the real step will print it. Of several threads one is here at a
     time.
@@ -52,6 +55,7 @@ def faked_step(module: nn.Module, fakes: FakeTensors, tracer: StepTracer) -> Ite
             _nothing_logged(),
             redirect_stdout(io.StringIO()),
             _untouched(module),
+            whole_module(module) as tracer.registered_methods,
             tracer.rules.behaviour(),
             faked(module, fakes),
             fakes.mode,
@@ -196,7 +200,8 @@ def layouts_of(parameters: Iterable[nn.Parameter]) -> tuple[GradientLayout | Non
     return tuple(None if parameter.grad is None else _layout(parameter.grad) for parameter in parameters)
 
 
-def _layout(gradient: torch.Tensor) -> GradientLayout:
+def _layout(whole: torch.Tensor) -> GradientLayout:
+    gradient = held_part(whole)
     dtype = str(gradient.dtype).removeprefix("torch.")
     return GradientLayout(dtype, tuple(gradient.size()), tuple(gradient.stride()))
 
@@ -207,7 +212,8 @@ def parameter_layouts(tracer: StepTracer, module: nn.Module) -> tuple[ParameterL
     for name, parameter in module.named_parameters():
         storage, dtype = tracer.number_of(parameter), str(parameter.dtype).removeprefix("torch.")
         if storage is not None:
-            found.append(ParameterLayout(name, storage, dtype, tuple(parameter.size()), parameter.requires_grad))
+            size = tuple(held_part(parameter).size())
+            found.append(ParameterLayout(name, storage, dtype, size, parameter.requires_grad))
     return tuple(found)
 
 

@@ -32,7 +32,7 @@ _MARK = "memfit_probe_"
 
 # Namespaces of operators that a library registers when it is imported: namespace to library. Nothing else is imported
 # on the word of a request.
-_REGISTERED_BY = {"bitsandbytes": "bitsandbytes"}
+_REGISTERED_BY = {"bitsandbytes": "bitsandbytes", "fsdp": "torch.distributed.fsdp"}
 
 SHARE_OF_FREE = 0.9
 """Of what is free on a GPU: the most that this process takes for tensors. A call that needs more is not run."""

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import add_step_residents, faked_step, make_optimizer, names_of, timeline_of
+from lightning_memfit.trace.sharded_fakes import ShardedFakes
 from lightning_memfit.trace.step_program import StepProgram, users_code
 from lightning_memfit.trace.timeline import GradientLayout, Timeline
 from lightning_memfit.trace.tracer import StepTracer
@@ -25,6 +27,7 @@ def trace_optimizer_step(
     gradients: Sequence[GradientLayout | None] | None = None,
     collect_signatures: bool = True,
     floating: torch.dtype | None = None,
+    sharding: Sharding | None = None,
 ) -> Timeline:
     """Follow one step of a program's optimizer in the steady state, in which its states exist.
 
@@ -36,18 +39,27 @@ def trace_optimizer_step(
             every parameter that requires one has one like itself.
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module has this floating dtype, whatever it has now.
+        sharding: how training is spread over devices; under FSDP2 the first rank's shards are stepped. What ZeRO steps,
+            :func:`~lightning_memfit.trace.flat_step.trace_flat_steps` follows.
 
     Raises:
         TraceError: if the step needs values, or raises for another reason.
     """
     module = program.module
     tracer = StepTracer(names_of(module), collect_signatures=collect_signatures, rules=program.rules)
-    with faked_step(module, fakes_in(new_fake_mode(), floating), tracer):
+    fakes = fakes_in(new_fake_mode(), floating)
+    divided = sharding is not None and sharding.engine == "fsdp2"
+    if divided and sharding is not None:
+        fakes = ShardedFakes(fakes, sharding.ranks)
+    with faked_step(module, fakes, tracer):
         parameters = list(module.parameters())
         tracer.phase = "optimizer_step"
         with tracer.not_recording():
             optimizer = make_optimizer(program, parameters)
-            _give_gradients(parameters, gradients)
+            if divided:
+                _give_gradients_of_shards(parameters, gradients)
+            else:
+                _give_gradients(parameters, gradients)
             with users_code():
                 optimizer.step()
         tracer.add_residents(parameters, "parameters")
@@ -69,6 +81,15 @@ def _give_gradients(parameters: Sequence[nn.Parameter], layouts: Sequence[Gradie
         else:
             dtype = getattr(torch, layout.dtype)
             parameter.grad = torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=parameter.device)
+
+
+def _give_gradients_of_shards(
+    parameters: Sequence[nn.Parameter], layouts: Sequence[GradientLayout | None] | None
+) -> None:
+    """Gradients like the shards; parameters without a gradient have none of their shard either."""
+    by_parameter = [True] * len(parameters) if layouts is None else [layout is not None for layout in layouts]
+    for parameter, has_gradient in zip(parameters, by_parameter, strict=True):
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad and has_gradient else None
 
 
 def look_at_optimizer(program: StepProgram, look: Callable[[Optimizer], Found]) -> Found:

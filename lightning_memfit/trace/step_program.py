@@ -26,6 +26,7 @@ from lightning_memfit.trace.tensors import tensors_in
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], Optimizer]
+AroundSlice = Callable[[int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,7 @@ def run_window(
     zero_gradients_early: bool = False,
     slices_left_out: int = 0,
     steps: bool = True,
+    around_slice: AroundSlice = lambda index: nullcontext(),
 ) -> None:
     """Run one optimizer step: forward and backward of every slice, clipping, step.
 
@@ -194,36 +196,38 @@ def run_window(
         slices_left_out: slices of the same batch that are not run because they repeat the last one; what they would
             have returned beside the loss is held while the last one runs.
         steps: whether the optimizer steps at the end; the phase is announced all the same.
+        around_slice: index of a slice to what its forward and backward run within.
     """
     if zero_gradients_early:
         observer.enter("zero_grad")
         program.zero_gradients(optimizer)
     kept: list[Any] = []
     for index, part in enumerate(slices):
-        observer.enter("forward")
-        if index and index + 1 == len(slices):
-            kept.append(_like(kept[-1], times=slices_left_out))
-        with users_code(), program.step_context():
-            output = program.compute_loss(part)
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if not isinstance(loss, torch.Tensor):
-            raise TraceError(f"training_step returned {type(output).__name__} instead of a loss")
-        loss = loss / len(slices)
-        reported = loss.detach().clone()  # Lightning keeps a copy beside the loss of the graph
-        loss = program.scale_loss(loss)
-        extra = kept_beside_loss(output)
-        kept.append([tensor.detach() for tensor in extra] if len(slices) > 1 else extra)
-        del extra
-        del output
-        observer.after_forward()
-        if index == 0 and not zero_gradients_early:
-            observer.enter("zero_grad")
-            program.zero_gradients(optimizer)
-        observer.enter("backward")
-        with users_code():
-            torch.autograd.backward(loss)
-        observer.after_backward()
-        del loss, reported
+        with around_slice(index):
+            observer.enter("forward")
+            if index and index + 1 == len(slices):
+                kept.append(_like(kept[-1], times=slices_left_out))
+            with users_code(), program.step_context():
+                output = program.compute_loss(part)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if not isinstance(loss, torch.Tensor):
+                raise TraceError(f"training_step returned {type(output).__name__} instead of a loss")
+            loss = loss / len(slices)
+            reported = loss.detach().clone()  # Lightning keeps a copy beside the loss of the graph
+            loss = program.scale_loss(loss)
+            extra = kept_beside_loss(output)
+            kept.append([tensor.detach() for tensor in extra] if len(slices) > 1 else extra)
+            del extra
+            del output
+            observer.after_forward()
+            if index == 0 and not zero_gradients_early:
+                observer.enter("zero_grad")
+                program.zero_gradients(optimizer)
+            observer.enter("backward")
+            with users_code():
+                torch.autograd.backward(loss)
+            observer.after_backward()
+            del loss, reported
     observer.enter("gradient_clipping")
     with users_code():
         program.clip_gradients(optimizer)

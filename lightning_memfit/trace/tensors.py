@@ -1,4 +1,7 @@
-"""The tensors among an operator's arguments and results."""
+"""The tensors among an operator's arguments and results, and what this rank holds of a distributed one.
+
+Adapter for a private name of torch: ``DTensor._local_tensor``.
+"""
 
 from __future__ import annotations
 
@@ -18,3 +21,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def held_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the tensor itself, or its own part of one spread over several ranks."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part

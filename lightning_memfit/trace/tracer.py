@@ -20,11 +20,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memfit.plan import Category, Phase
+from lightning_memfit.trace.collectives import Collectives
 from lightning_memfit.trace.cpu_rules import CpuRules, ResultsInPlace
 from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.known_values import KnownValues, constant_of
 from lightning_memfit.trace.operator_work import flops_of, inner_calls_of
-from lightning_memfit.trace.tensors import tensors_in
+from lightning_memfit.trace.tensors import held_part, tensors_in
 from lightning_memfit.trace.timeline import (
     Event,
     Free,
@@ -35,6 +36,7 @@ from lightning_memfit.trace.timeline import (
     Signature,
     TensorShape,
 )
+from lightning_memfit.trace.whole_module import RegisteredMethods
 
 _aten = torch.ops.aten
 _ADD = _aten.add.Tensor
@@ -43,6 +45,7 @@ _READ_SCALAR = _aten._local_scalar_dense.default
 _LATE_STEP = 1000
 _LAST_SEQUENCE_NUMBER = 2**63
 _NOT_COMPUTING = ("prim", "profiler")  # a fake's ``.device`` is an operator of its own
+_EXCHANGING = ("c10d", "_c10d_functional")  # a rank alone cannot probe them
 
 # Operators whose outputs share the storage of an input on every backend: they can hide no temporaries.
 _VIEWS = frozenset(
@@ -102,6 +105,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recomputed_flops = 0
         self.scalars_read = 0
         self.known = KnownValues()
+        self.collectives: Collectives | None = None
+        self.registered_methods: RegisteredMethods | None = None
         self._in_place = ResultsInPlace()
         self._collect_signatures = collect_signatures
         self._names = names
@@ -119,14 +124,14 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add_residents(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """Register the storages of ``tensors`` as there before the step, each storage once."""
-        for tensor in tensors:
+        for tensor in map(held_part, tensors):
             number = self._follow(tensor, None)
             if number is not None:
                 self.residents.append(Resident(number, tensor.untyped_storage().nbytes(), category))
 
     def categorise(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """Say what the storages of ``tensors`` hold, if the step allocated them."""
-        for tensor in tensors:
+        for tensor in map(held_part, tensors):
             entry = self._alive.get(tensor.untyped_storage()._cdata)
             if entry is not None and entry[1] in self.categories:
                 self.categories[entry[1]] = category
@@ -135,11 +140,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Remember whose gradients the storages of the present ones hold."""
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None:
-                self.gradient_of.update((number, index) for number in self._numbers([parameter.grad]))
+                self.gradient_of.update((number, index) for number in self._numbers([held_part(parameter.grad)]))
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage; ``None`` if it is not followed."""
-        return next(iter(self._numbers([tensor])), None)
+        return next(iter(self._numbers([held_part(tensor)])), None)
 
     def categorise_saved(self) -> None:
         """What the forward allocated and is alive now was saved for the backward: activations."""
@@ -150,11 +155,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def not_recording(self) -> Iterator[None]:
         """Operators run unseen (only reads of values are answered), and nothing that dies is noted."""
-        self._recording = False
+        before, self._recording = self._recording, False
         try:
             yield
         finally:
-            self._recording = True
+            self._recording = before
 
     def stop_following(self) -> None:
         """Record no more frees: what dies from here on dies because the trace ends."""
@@ -165,16 +170,49 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._alive or key in self._on_host:
             return None
-        number = self._next_storage
-        self._next_storage += 1
+        number = self._new_number()
 
         def died(_: Any) -> None:
-            self._alive.pop(key, None)
-            if self._following:
-                self.events.append(Free(number, self.phase))
+            entry = self._alive.pop(key, None)
+            if self._following and entry is not None:
+                self.events.append(Free(entry[1], self.phase))
 
         self._alive[key] = (weakref.ref(storage, died), number, origin)
         return number
+
+    def _new_number(self) -> int:
+        self._next_storage += 1
+        return self._next_storage - 1
+
+    def resized(self, storage: torch.UntypedStorage, category: Category) -> None:
+        """A storage has another size now, which no operator told: what it was is gone, and it is a new one.
+
+        Args:
+            storage: the storage.
+            category: what it holds from here on.
+        """
+        entry = self._alive.get(storage._cdata)
+        if entry is None or not (self._recording and self._following):
+            return
+        reference, before, _ = entry
+        number = self._new_number()
+        self._alive[storage._cdata] = (reference, number, None)
+        self.events.append(Free(before, self.phase))
+        if storage.nbytes():
+            self._allocated("storage.resize_", number, storage.nbytes(), category)
+
+    def needed_inside(self, op: str, num_bytes: int) -> None:
+        """An operator took something inside that neither dispatch nor a probe shows: it was there, and is gone."""
+        if num_bytes and self._recording:
+            number = self._new_number()
+            self._allocated(op, number, num_bytes, "communication")
+            self.events.append(Free(number, self.phase))
+
+    def _allocated(self, op: str, number: int, num_bytes: int, category: Category) -> None:
+        self.categories[number] = category
+        outputs = (Output(number, 0, num_bytes),)
+        module = self._module_stack[-1] if self._module_stack else ""
+        self.events.append(Operation(op, module, self.phase, None, outputs, micro_step=self.micro_step))
 
     # Operators
 
@@ -183,6 +221,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operator and note what it allocated."""
         kwargs = kwargs or {}
+        if self.collectives is not None and self.collectives.is_for_parts(types):
+            return NotImplemented  # its operators on the parts that this rank holds come here next
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is _READ_SCALAR:
@@ -223,11 +263,14 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = self._call(func, args, kwargs)
             self._note(func, module, None, None, out, recomputing, (), 0, 1)
             return out
-        signature = self._signature(func, args, kwargs) if self._collect_signatures else None
+        has_signature = self._collect_signatures and func.namespace not in _EXCHANGING
+        signature = self._signature(func, args, kwargs) if has_signature else None
         target = self._written_into(func, args, in_backward=in_backward and not recomputing)
         read = tuple(tensors_in((args, kwargs)))
         out = self._call(func, args, kwargs)
         self._in_place.note(func, out)
+        if self.collectives is not None:
+            self.collectives.note(self, func, args, kwargs)
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops
         self.recomputed_flops += flops if recomputing else 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from lightning_memfit.batch_tree import tensors_of
+from lightning_memfit.sharded_model import without_exchange
+from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
@@ -23,6 +26,7 @@ from lightning_memfit.trace.faked_step import (
     states_of,
     timeline_of,
 )
+from lightning_memfit.trace.fully_sharded import fully_sharded
 from lightning_memfit.trace.step_program import (
     LossFunction,
     OptimizerFactory,
@@ -62,6 +66,7 @@ def trace_window(
     collect_signatures: bool = True,
     floating: torch.dtype | None = None,
     steps: bool = True,
+    sharding: Sharding | None = None,
 ) -> Timeline:
     """Follow one optimizer step on fakes.
 
@@ -81,6 +86,7 @@ def trace_window(
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module and the batch have this floating dtype, whatever they have now.
         steps: whether the optimizer steps at the end; if not, the only states are those made with the optimizer.
+        sharding: follow what the first rank does of a step that ``fully_shard`` spreads over several.
 
     Raises:
         TraceError: if the step needs values (boolean masks, ``nonzero``, ``.numpy()``) or raises for another reason.
@@ -88,13 +94,16 @@ def trace_window(
     parts = divide(batch)  # for real: a function of the user's may need values
     fakes = fakes_in(new_fake_mode(), floating)
     tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures, rules=program.rules)
-    with faked_step(program.module, fakes, tracer):
+    with ExitStack() as ending:
+        ending.enter_context(faked_step(program.module, fakes, tracer))
         with tracer.not_recording():
+            if sharding is not None:
+                ending.enter_context(fully_sharded(program.module, sharding, tracer))
             waiting = batch if waiting_batch is None else waiting_batch
             batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
             slices = [fakes.of_batch(part) for part in parts]
             tracer.known.tell(fakes.pairs())
-        return _traced(program, tracer, batches, slices, micro_steps or len(slices), steps)
+        return _traced(program, tracer, batches, slices, micro_steps or len(slices), steps, sharding)
 
 
 def _traced(
@@ -104,6 +113,7 @@ def _traced(
     slices: Sequence[Any],
     micro_steps: int,
     steps: bool,
+    sharding: Sharding | None,
 ) -> Timeline:
     parameters = list(program.module.parameters())
     with tracer.not_recording():
@@ -132,10 +142,19 @@ def _traced(
     add_batch_residents(tracer, [*batches, *slices])
 
     traced = representative(slices, micro_steps)
+    defers = sharding is not None and sharding.synchronisation == "step" and len(slices) > 1
+    if defers and micro_steps > len(slices):
+        traced = [slices[0], *traced]  # gradients of earlier batches are shards when whole ones begin to wait again
+
+    def around_slice(index: int) -> AbstractContextManager[None]:
+        return without_exchange(program.module) if defers and index + 2 == len(traced) else nullcontext()
+
     with tracer.following_modules():
         observer = TracingObserver(tracer, parameters)
         left_out = max(0, len(slices) - len(traced))
-        run_window(program, optimizer, traced, observer, slices_left_out=left_out, steps=steps)
+        run_window(
+            program, optimizer, traced, observer, slices_left_out=left_out, steps=steps, around_slice=around_slice
+        )
     tracer.stop_following()
     unused = set().union(*(owned[id(p)] for p in parameters if p.grad is None)) if parameters else set()
     # Work grows with the elements of the slices; those left out may be smaller than those followed.

@@ -237,3 +237,12 @@ def test_the_sources_of_a_gpu_are_documents_with_their_dates(key: str) -> None:
 def test_a_context_that_is_assumed_names_what_it_is_assumed_from() -> None:
     assert "pytorch/pytorch#86509" in catalog_sources("t4")["context_bytes"]
     assert "context_bytes" not in catalog_sources("mi300x")
+
+
+def test_links_are_of_one_direction_and_of_what_joins_a_whole_node() -> None:
+    # A100-SXM4: 600 GB/s of NVLink in both directions together; its PCIe board is joined in pairs, and else by 64 GB/s.
+    assert find_gpu("a100-80gb").link_bytes_per_second == 300 * 10**9
+    assert find_gpu("a100-80gb-pcie").link_bytes_per_second == 32 * 10**9
+    assert find_gpu("rtx-4060").link_bytes_per_second == find_gpu("t4").link_bytes_per_second == 16 * 10**9
+    assert find_gpu("a10g").link_bytes_per_second is None  # nothing was found
+    assert catalog_device("h100-sxm").link_bytes_per_second == 450 * 10**9

@@ -1,0 +1,183 @@
+"""A run whose module ``fully_shard`` (FSDP2) spread over several devices: what was spread how, and when it exchanges.
+
+Adapter for private names of torch 2.9 to 2.13: ``FSDPModule._get_fsdp_state``, ``FSDPState._fsdp_param_group(s)``,
+``_modules``, ``_auto_reshard_after_forward`` and the lists of states to prefetch; ``FSDPParamGroup.mesh_info``,
+``post_forward_mesh_info``, ``fsdp_params``, ``offload_policy``, ``mp_policy`` and what its setters set;
+``FSDPParam.fsdp_placement`` and ``is_dtensor``. A test reads each of them from a module that is sharded for real.
+
+Every rank runs the same number of slices: gathering parameters is a collective of each forward and backward. That
+holds because a plan's slices are counted, not sized: each rank divides its own batch into as many, and a rank whose
+last batch is short makes smaller ones.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.sharded_model import is_sharded, without_exchange
+from lightning_memfit.sharding import Sharding, Synchronisation
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on the module or on one inside it."""
+    return bool(_sharded_parts(module))
+
+
+def sharding_of(module: nn.Module, *, synchronisation: Synchronisation = "slice") -> Sharding | None:
+    """How a module was spread; ``None`` if ``fully_shard`` was called on nothing in it.
+
+    Args:
+        module: the root of the qualified names.
+        synchronisation: when gradients are exchanged: ``"slice"`` or ``"step"``.
+
+    Raises:
+        UnsupportedError: if it was spread in a way that is not forecast, naming the module and the way.
+    """
+    parts = _sharded_parts(module)
+    if not parts:
+        return None
+    for name, state in parts.items():
+        reason = _reason_not_forecast(state)
+        if reason is not None:
+            raise UnsupportedError(
+                f"fully_shard of {name or 'the root'!r}: {reason}. MemFit forecasts fully_shard over one dimension of "
+                "ranks, a module at a time, with torch's own prefetching. Set MEMFIT=off, or shard it so."
+            )
+    groups = {name: group for name, state in parts.items() for group in _groups_of(state)}
+    ranks = {group.mesh_info.shard_mesh_size for group in groups.values()}
+    if len(ranks) != 1:
+        raise UnsupportedError(f"fully_shard over {sorted(ranks)} ranks in one module is not forecast. Use one mesh.")
+    policies = {group.mp_policy for group in groups.values()}
+    if len(policies) > 1:
+        raise UnsupportedError(
+            f"fully_shard with {len(policies)} mixed-precision policies in one module is not forecast. Use one."
+        )
+    kept = {name for name, state in parts.items() if _is_kept(state)} - {next(iter(parts))}
+    inner = set(parts) - {next(iter(parts))}
+    if kept and kept != inner:
+        raise UnsupportedError(
+            f"reshard_after_forward differs between groups: False for {sorted(kept)}, True for {sorted(inner - kept)}. "
+            "MemFit forecasts one setting for all; use one."
+        )
+    return Sharding(
+        engine="fsdp2",
+        ranks=ranks.pop(),
+        synchronisation=synchronisation,
+        shard_groups=tuple(parts),
+        reshard_after_forward=not kept,
+    )
+
+
+def mixed_precision_of(module: nn.Module) -> Any:
+    """The ``MixedPrecisionPolicy`` that a module was sharded with; ``None`` if it computes in its own dtype."""
+    for state in _sharded_parts(module).values():
+        for group in _groups_of(state):
+            policy = group.mp_policy
+            return policy if policy.param_dtype or policy.reduce_dtype or policy.output_dtype else None
+    return None
+
+
+def reason_states_not_quantised(sharding: Sharding | None) -> str | None:
+    """Why optimizer states in 8 bits cannot be had under a sharding; ``None`` if they can.
+
+    Source: bitsandbytes-foundation/bitsandbytes#1633; with 0.50.2 and torch 2.13 its step raises "got mixed
+    torch.Tensor and DTensor".
+    """
+    if sharding is None or sharding.engine != "fsdp2":
+        return None
+    return "fully_shard makes parameters DTensors, which bitsandbytes cannot step"
+
+
+class Fsdp2Exchange:
+    """When a sharded module exchanges gradients: after every slice, or in the last slice of a batch alone.
+
+    By default after every slice: a rank then holds its share of the gradients and no more. With ``"step"`` it keeps
+    the whole gradients of every parameter from the first slice to the last: :func:`deferred_bytes`, for
+    less exchange.
+    """
+
+    def __init__(self, module: nn.Module, *, synchronisation: Synchronisation = "slice") -> None:
+        """Of a module in which ``fully_shard`` was called."""
+        self._module = module
+        self._defers = synchronisation == "step"
+
+    def around_slice(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Exchange in this slice, or only where it is the last."""
+        return nullcontext() if is_last or not self._defers else without_exchange(self._module)
+
+    def never(self) -> AbstractContextManager[Any] | None:
+        """``None``: parameters are gathered from the other ranks in every forward and backward."""
+        return None
+
+    def held_bytes(self) -> int:
+        """Nothing: what is gathered goes with the step."""
+        return 0
+
+    settles = False
+
+
+def deferred_bytes(module: nn.Module) -> int:
+    """Bytes of whole gradients that a rank keeps between slices where exchange waits for the last one.
+
+    All trainable parameters, in the dtype in which gradients are reduced (by default their own).
+    """
+    found: dict[int, int] = {}
+    for state in _sharded_parts(module).values():
+        for group in _groups_of(state):
+            dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+            for held in group.fsdp_params:
+                if held.sharded_param.requires_grad:
+                    parameter = held.sharded_param
+                    found[id(parameter)] = parameter.numel() * (dtype or parameter.dtype).itemsize
+    return sum(found.values())
+
+
+# What torch knows of a sharded module
+
+
+def _sharded_parts(module: nn.Module) -> dict[str, Any]:
+    """The states of what ``fully_shard`` was called on, by qualified name, outer ones first."""
+    return {name: part._get_fsdp_state() for name, part in module.named_modules() if is_sharded(part)}
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _is_kept(state: Any) -> bool:
+    return any(group.post_forward_mesh_info is None for group in _groups_of(state))
+
+
+def _reason_not_forecast(state: Any) -> str | None:
+    if len(state._modules) != 1:
+        return f"{len(state._modules)} modules are one group"
+    if state._states_to_forward_prefetch or state._states_to_backward_prefetch:
+        return "which groups are fetched ahead was set by hand"
+    groups = _groups_of(state)
+    if len(groups) > 1:
+        return "its parameters are on several meshes"
+    return next((reason for group in groups if (reason := _reason_of_group(group)) is not None), None)
+
+
+def _reason_of_group(group: Any) -> str | None:
+    if type(group.mesh_info).__name__ != "FSDPMeshInfo":
+        return f"its mesh ({type(group.mesh_info).__name__}) has more than the one dimension it is sharded over"
+    if group.post_forward_mesh_info not in (None, group.mesh_info):
+        return "it is resharded to fewer ranks after the forward (reshard_after_forward as a number)"
+    if type(group.offload_policy).__name__ != "OffloadPolicy":
+        return "it is offloaded to the host"
+    for held in group.fsdp_params:
+        if held.is_dtensor:
+            return "its parameters are divided by tensor parallelism too"
+        if held.fsdp_placement.dim != 0:
+            return f"a parameter is divided along dimension {held.fsdp_placement.dim}"
+    if not (group.reshard_after_backward and group.unshard_in_backward):
+        return "resharding after, or gathering in, the backward was switched off"
+    return None

@@ -1,0 +1,368 @@
+"""What one rank allocates and frees under ``fully_shard`` (FSDP2), from the step of one device that holds everything.
+
+The order in which torch 2.9 to 2.13 gathers, looks ahead, reduces and lets go
+(``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, ``_fsdp_state.py`` and ``_fsdp_collectives.py``):
+
+1. In front of a group's forward its parameters are gathered into one buffer and copied out of it, one storage for each.
+   The buffer is kept until the next group has been gathered, the last one until the root's forward ends.
+2. Behind the forward the copies go, but not those of the outermost group, or of any without ``reshard_after_forward``.
+3. In front of a group's backward the copies come back, the buffer goes at once, and the buffer of the group before it
+   in the order of forwards is gathered ahead.
+4. Behind the backward the copies go, then the buffer in which the group before was reduced; the whole gradients are
+   copied into a new one and go; the rank's share of the sums is one storage for the whole group. In a later slice it is
+   added to the share that is there.
+5. When the backward is over, groups whose inputs need no gradient (the outermost among them) do 4., and the last
+   buffer goes.
+
+Compared with torch's own engine, followed on fakes, in ``tests/predict/test_fsdp2.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.plan import Category, Phase
+from lightning_memfit.predict.optimizer_step import with_optimizer_step
+from lightning_memfit.predict.shard_groups import ShardedParameter, ShardGroup, shard_groups, shares_by_storage
+from lightning_memfit.sharding import Sharding
+from lightning_memfit.trace.timeline import Event, Free, Operation, Output, Timeline
+
+Collectives = Literal["nccl", "gloo"]
+"""Who moves bytes between ranks: gloo, on hosts, takes copies of what it gathers and reduces; NCCL takes none of
+torch's allocator."""
+
+_ADDED_BY_AUTOGRAD = "aten.add_.Tensor"
+_AVERAGE_SCALAR_BYTES = 12  # gloo divides by the number of ranks: a number in float64 and in float32
+
+
+def fsdp2_timeline(
+    timeline: Timeline,
+    sharding: Sharding,
+    optimizer_step: Timeline | None = None,
+    *,
+    collectives: Collectives = "nccl",
+    slices_per_batch: int | None = None,
+) -> Timeline:
+    """The step of the first rank, which holds most where rows cannot be divided evenly.
+
+    Args:
+        timeline: one optimizer step of the whole module on one device. Its optimizer's step is of whole parameters; it
+            is left out where ``optimizer_step`` is given.
+        sharding: ranks, groups, ``reshard_after_forward``, and when gradients are exchanged.
+        optimizer_step: the optimizer's step over one rank's shares, traced alone.
+        collectives: what exchanges between ranks.
+        slices_per_batch: slices of one Lightning batch; by default all of the window. It matters where gradients are
+            exchanged once per batch and there are several batches.
+
+    Raises:
+        UnsupportedError: if the sharding is none of FSDP2, the timeline does not tell its parameters, or one of them
+            cannot be divided.
+
+    Ignores: a mixed-precision policy of torch's (autocast is in the timeline already); groups of several modules;
+    modules that one group calls twice in a row, which count as one call; that clipping works on shares; tensors of
+    some bytes with which torch describes the ranks. Where a forward or a loss runs operators outside of every module it
+    calls, the moment at which the outermost group begins its backward is told by the first operator of a module.
+    """
+    if sharding.engine != "fsdp2":
+        raise UnsupportedError(f"{sharding.label} is not FSDP2.")
+    if not timeline.parameters:
+        raise UnsupportedError("The step does not tell its parameters, so that they cannot be divided.")
+    groups = shard_groups(timeline, sharding.shard_groups, sharding.ranks)
+    window = timeline if optimizer_step is None else with_optimizer_step(timeline, optimizer_step)
+    shares = shares_by_storage(timeline, groups)
+    per_batch = slices_per_batch or timeline.micro_steps
+    rank = _Rank(window, groups, sharding, collectives, per_batch)
+    for index, event in enumerate(window.events):
+        rank.pass_on(index, event)
+    residents = tuple(
+        each._replace(allocated_bytes=shares[each.storage])
+        if each.category in ("parameters", "gradients") and each.storage in shares
+        else each
+        for each in window.residents
+    )
+    return replace(
+        window,
+        residents=residents,
+        events=tuple(rank.events),
+        categories={**window.categories, **rank.categories},
+        parameters=tuple(
+            layout._replace(size=(-(-layout.size[0] // sharding.ranks), *layout.size[1:]))
+            if layout.storage in shares
+            else layout
+            for layout in timeline.parameters
+        ),
+        calls=(),
+    )
+
+
+@dataclass(kw_only=True)
+class _State:
+    """Of one group, as the step goes."""
+
+    copies: list[int] = field(default_factory=list)
+    """Storages of the gathered parameters, while they are there."""
+    buffer: int | None = None
+    """What has been gathered and not copied out yet."""
+    calls: list[int] = field(default_factory=list)
+    """Places of its forwards in their order, whose backwards are to come."""
+    shares: dict[int, int] = field(default_factory=dict)
+    """By parameter: storage of the rank's share of its gradient in this window."""
+    in_backward: bool = False
+
+
+class _Rank:
+    """Writes the rank's events, group by group as the engine does."""
+
+    def __init__(
+        self,
+        window: Timeline,
+        groups: Sequence[ShardGroup],
+        sharding: Sharding,
+        collectives: Collectives,
+        slices_per_batch: int,
+    ) -> None:
+        self.events: list[Event] = []
+        self.categories: dict[int, Category] = {}
+        self._window = window
+        self._groups = sorted(groups, key=lambda group: len(group.name))
+        self._states = {group.name: _State() for group in groups}
+        self._ranks = sharding.ranks
+        self._reshards = sharding.reshard_after_forward
+        self._copies_inside = collectives == "gloo" and sharding.ranks > 1
+        self._next = 1 + max([*(r.storage for r in window.residents), *window.categories], default=0)
+        self._old = {resident.storage for resident in window.residents}
+        self._phase: Phase = "forward"
+        self._micro_step = -1
+        self._open: list[ShardGroup] = []
+        self._order: list[ShardGroup] = []
+        self._root_has_begun = False
+        self._kept_buffer: int | None = None
+        self._reduced: int | None = None
+        self._whole: dict[int, int] = {}
+        self._held_whole: set[int] = set()
+        self._ends = _root_ends(window)
+        self._defers = sharding.synchronisation == "step" and slices_per_batch > 1
+        self._earlier_batches = self._defers and window.micro_steps > slices_per_batch
+
+    # Events of the step of one device
+
+    def pass_on(self, index: int, event: Event) -> None:
+        """One event: what the engine does in front of it, and the event where it happens on the rank too."""
+        if isinstance(event, Free):
+            self._pass_free(event)
+            return
+        if (event.phase, event.micro_step) != (self._phase, self._micro_step):
+            self._enter(event)
+        if event.phase == "forward":
+            self._forward(index, event)
+        elif event.phase == "backward":
+            self._backward(event)
+            if self._is_added_elsewhere(event):
+                return
+        self.events.append(event)
+        for output in event.outputs:
+            if output.storage in self._window.gradient_of:
+                self._hold(output.storage, self._window.gradient_of[output.storage])
+
+    def _pass_free(self, event: Free) -> None:
+        if event.storage in self._held_whole:
+            return  # a whole gradient goes when it is reduced
+        if self._earlier_batches and event.storage in self._window.gradient_of and event.storage in self._old:
+            return  # stands for the shares of earlier batches, which are there throughout
+        self.events.append(event)
+
+    def _is_added_elsewhere(self, event: Operation) -> bool:
+        """Whether autograd adds a gradient to that of an earlier slice: whole ones are not there, shares are added."""
+        if event.op != _ADDED_BY_AUTOGRAD or event.outputs or self._defers:
+            return False
+        into = [each for each in event.reads if each in self._window.gradient_of and each not in self._old]
+        added = [each for each in event.reads if each not in self._window.gradient_of]
+        if len(into) != 1 or len(added) != 1:
+            return False
+        self._hold(added[0], self._window.gradient_of[into[0]])
+        return True
+
+    def _hold(self, storage: int, parameter: int) -> None:
+        self._whole[parameter] = storage
+        self._held_whole.add(storage)
+
+    def _enter(self, event: Operation) -> None:
+        if self._phase == "forward" and event.phase != "forward":
+            self._close_forward(())
+        if self._phase == "backward":
+            self._end_backward()
+        self._phase, self._micro_step = event.phase, event.micro_step
+        self._root_has_begun = False
+
+    # Forward
+
+    def _forward(self, index: int, event: Operation) -> None:
+        around = self._around(event.module)
+        if index >= self._ends.get(event.micro_step, len(self._window.events)):
+            around = []
+        self._close_forward(around)
+        for group in around:
+            if group not in self._open:
+                self._gather(group)
+                self._copy_out(group, keeps_buffer=True)
+                self._open.append(group)
+
+    def _close_forward(self, around: Sequence[ShardGroup]) -> None:
+        while self._open and self._open[-1] not in around:
+            group = self._open.pop()
+            if self._open and self._reshards:
+                self._let_go(group)
+            self._states[group.name].calls.append(len(self._order))
+            self._order.append(group)
+            if not self._open and self._kept_buffer is not None:
+                self._free(self._kept_buffer)
+                self._kept_buffer = None
+
+    # Backward
+
+    def _backward(self, event: Operation) -> None:
+        if not event.module and event.micro_step in self._ends and not self._root_has_begun:
+            return  # of the loss, which is not computed in the root
+        if not self._root_has_begun and self._order:
+            self._root_has_begun = True
+            self._begin_backward(self._order[-1])
+        if not event.module:
+            return  # autograd's own sums and stores, which end nothing
+        around = self._around(event.module)
+        for group in reversed(self._groups):
+            if self._states[group.name].in_backward and group not in around and group is not self._order[-1]:
+                self._end_group(group)
+        for group in around:
+            if not self._states[group.name].in_backward:
+                self._begin_backward(group)
+
+    def _begin_backward(self, group: ShardGroup) -> None:
+        state = self._states[group.name]
+        state.in_backward = True
+        self._gather(group)
+        self._copy_out(group, keeps_buffer=False)
+        if state.calls:
+            place = state.calls.pop()
+            if place:
+                self._gather(self._order[place - 1])
+
+    def _end_group(self, group: ShardGroup) -> None:
+        self._states[group.name].in_backward = False
+        self._let_go(group)
+        if not self._is_exchanging():
+            return
+        if self._reduced is not None:
+            self._free(self._reduced)
+            self._reduced = None
+        sent = [each for each in group.parameters if each.index in self._whole]
+        if sent:
+            self._reduce(group, sent)
+
+    def _reduce(self, group: ShardGroup, sent: Sequence[ShardedParameter]) -> None:
+        size = sum(each.whole_bytes for each in sent)
+        self._reduced = self._allocate("fsdp.reduce_scatter", size, "communication", group)
+        if self._copies_inside or self._ranks == 1:
+            self._use("fsdp.chunk_cat", sum(each.whole_bytes for each in sent if each.is_filled_up), group)
+        for each in sent:
+            whole = self._whole.pop(each.index)
+            self._free(whole)
+        share = self._allocate("fsdp.reduce_scatter", size // self._ranks, "gradients", group)
+        if self._copies_inside:
+            self._use("gloo", size + _AVERAGE_SCALAR_BYTES, group)
+        shares = self._states[group.name].shares
+        if all(each.index in shares for each in sent):
+            self._free(share)
+        else:
+            shares.update({each.index: share for each in sent})
+
+    def _end_backward(self) -> None:
+        for group in self._groups:  # the outermost first
+            state = self._states[group.name]
+            if state.in_backward or state.copies:
+                self._end_group(group)
+            if state.buffer is not None:
+                self._free(state.buffer)
+                state.buffer = None
+            state.calls.clear()
+        self._order.clear()
+        if self._reduced is not None:
+            self._free(self._reduced)
+            self._reduced = None
+
+    def _is_exchanging(self) -> bool:
+        return not self._defers or self._micro_step + 1 == self._window.followed_micro_steps
+
+    # What the engine does with one group
+
+    def _gather(self, group: ShardGroup) -> None:
+        state = self._states[group.name]
+        if state.copies or state.buffer is not None or not group.parameters:
+            return
+        size = group.whole_bytes if self._ranks > 1 else 0
+        state.buffer = self._allocate("fsdp.all_gather", size, "communication", group)
+        if self._copies_inside:
+            self._use("gloo", size, group)
+
+    def _copy_out(self, group: ShardGroup, *, keeps_buffer: bool) -> None:
+        state = self._states[group.name]
+        if state.buffer is None:
+            return
+        if keeps_buffer and self._kept_buffer is not None:
+            self._free(self._kept_buffer)
+            self._kept_buffer = None
+        state.copies = [
+            self._allocate("fsdp.split_with_sizes_copy", each.whole_bytes, "communication", group)
+            for each in group.parameters
+        ]
+        if keeps_buffer:
+            self._kept_buffer = state.buffer
+        else:
+            self._free(state.buffer)
+        state.buffer = None
+
+    def _let_go(self, group: ShardGroup) -> None:
+        state = self._states[group.name]
+        for storage in state.copies:
+            self._free(storage)
+        state.copies = []
+
+    def _around(self, module: str) -> list[ShardGroup]:
+        return [group for group in self._groups if group.holds(module)]
+
+    # Writing
+
+    def _allocate(self, op: str, num_bytes: int, category: Category, group: ShardGroup) -> int:
+        storage, self._next = self._next, self._next + 1
+        self.categories[storage] = category
+        outputs = (Output(storage, 0, num_bytes),)
+        self.events.append(Operation(op, group.name, self._phase, None, outputs, micro_step=max(0, self._micro_step)))
+        return storage
+
+    def _free(self, storage: int) -> None:
+        self.events.append(Free(storage, self._phase))
+
+    def _use(self, op: str, num_bytes: int, group: ShardGroup) -> None:
+        if num_bytes:
+            self._free(self._allocate(op, num_bytes, "communication", group))
+
+
+def _root_ends(window: Timeline) -> dict[int, int]:
+    """By slice: index of the first event behind the root's forward, where the loss is computed outside of it."""
+    called = {call.micro_step: call.end_event for call in window.calls if not call.module and not call.recomputed}
+    if window.calls:
+        return called
+    return dict(_behind_the_last_module(window))
+
+
+def _behind_the_last_module(window: Timeline) -> Iterator[tuple[int, int]]:
+    last: dict[int, int] = {}
+    behind: dict[int, bool] = {}
+    for index, event in enumerate(window.events):
+        if isinstance(event, Operation) and event.phase == "forward":
+            if event.module:
+                last[event.micro_step] = index + 1
+            behind[event.micro_step] = not event.module
+    return ((step, end) for step, end in last.items() if behind[step])

@@ -1,0 +1,183 @@
+"""Which ways to spread training over several devices of one kind are considered, and why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.plan import Candidate, Offload, OptimizerStates, PlanRequest
+from lightning_memfit.predict.ddp import BUCKET_BYTES
+from lightning_memfit.predict.zero_layout import LIGHTNING_BUCKET_ELEMENTS, lightning_sharding
+from lightning_memfit.sharding import Sharding, ZeroStage
+
+STRATEGIES = (
+    "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_2_offload", "deepspeed_stage_3",
+    "deepspeed_stage_3_offload", "fsdp2",
+)  # fmt: skip
+"""Names of strategies, as Lightning's registry has them, and ``"fsdp2"`` for its ``ModelParallelStrategy``."""
+_ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Where a step runs: over which devices, and what lies on the host."""
+
+    sharding: Sharding | None = None
+    """How training is spread over several devices; ``None`` on one."""
+    offload: Offload = "never"
+    """What is kept on the host."""
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Spread:
+        """That of a candidate."""
+        return cls(sharding=candidate.sharding, offload=candidate.offload)
+
+    @property
+    def name(self) -> str | None:
+        """The strategy's name; ``None`` on one device."""
+        if self.sharding is None:
+            return None
+        if self.sharding.engine != "deepspeed":
+            return self.sharding.engine
+        return f"deepspeed_stage_{self.sharding.zero_stage}" + ("" if self.offload == "never" else "_offload")
+
+    def obstacle(self, states: OptimizerStates) -> str | None:
+        """Why the optimizer's states cannot be of a format here; ``None`` if they can."""
+        if states == "as-configured" or self.sharding is None or self.sharding.engine == "ddp":
+            return None
+        if self.sharding.engine == "fsdp2":
+            return "bitsandbytes steps no shards of fully_shard (bitsandbytes-foundation/bitsandbytes#1633)"
+        return "DeepSpeed makes the optimizer's parameters anew, so that MemFit does not quantise its states"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Considered:
+    """The ways that are searched, and why."""
+
+    spreads: tuple[Spread, ...]
+    """What departs least from a plain run first."""
+    bucket_reason: str | None = None
+    """Why DeepSpeed's buckets are as large as they are."""
+    left_out: tuple[str, ...] = ()
+    """Ways that are not considered, each with its reason."""
+    given: bool = False
+    """Whether the user named the strategy."""
+
+
+ONE_DEVICE = Considered(spreads=(Spread(),))
+
+
+def considered_strategies(
+    request: PlanRequest,
+    *,
+    num_devices: int,
+    device_kind: str,
+    strategy: str = "auto",
+    blocks: Sequence[str] = (),
+    parameter_elements: Sequence[int] = (),
+) -> Considered:
+    """The ways to spread training over equal devices.
+
+    DDP departs least: every rank is as on one device. The others divide more and more; what lies on the host is of
+    tier 2.
+
+    Args:
+        request: what the user asked for.
+        num_devices: devices of one kind, one process each.
+        device_kind: ``"cpu"`` or ``"cuda"``.
+        strategy: one of :data:`STRATEGIES`, or ``"auto"``.
+        blocks: repeated blocks of the module, which FSDP2 gathers one by one.
+        parameter_elements: elements of each trainable parameter.
+
+    Raises:
+        ConfigurationError: if the number of devices, the strategy or what is offloaded cannot be had.
+    """
+    _check(num_devices, strategy, request, device_kind)
+    if num_devices == 1:
+        return ONE_DEVICE
+    bucket, bucket_reason = bucket_elements(parameter_elements)
+    left_out = []
+    spreads = [*_ddp(num_devices)]
+    if device_kind == "cuda":
+        spreads += _zero(num_devices, bucket, request)
+    else:
+        left_out.append("DeepSpeed: Lightning's DeepSpeedStrategy runs on CUDA GPUs alone")
+    spreads += _fsdp2(num_devices, blocks)
+    if strategy != "auto":
+        spreads = [spread for spread in spreads if spread.name == strategy]
+    elif request.offload == "never":
+        left_out.append("offload to the host: offload='never'")
+    uses_buckets = any(spread.sharding is not None and spread.sharding.zero_stage for spread in spreads)
+    return Considered(
+        spreads=tuple(spreads),
+        bucket_reason=bucket_reason if uses_buckets else None,
+        left_out=tuple(left_out),
+        given=strategy != "auto",
+    )
+
+
+def bucket_elements(parameter_elements: Sequence[int]) -> tuple[int, str]:
+    """Elements of DeepSpeed's buckets, and why.
+
+    A bucket is taken whole whatever is in it. It holds the largest parameter and as much as DDP's (25 MiB in 16 bits),
+    and no more than Lightning's default.
+
+    >>> bucket_elements([8_000_000, 300])[0], bucket_elements([262_000_000])[0]
+    (13107200, 200000000)
+    """
+    least, largest = BUCKET_BYTES // 2, max(parameter_elements, default=0)
+    chosen = min(LIGHTNING_BUCKET_ELEMENTS, max(least, largest))
+    if chosen == LIGHTNING_BUCKET_ELEMENTS:
+        return chosen, f"Lightning's own {chosen:,} elements: the largest parameter has {largest:,}"
+    what = f"the largest parameter, {largest:,}," if largest >= least else f"as much as DDP's, {least:,} elements,"
+    return chosen, (
+        f"a bucket takes its whole size whatever is in it: {chosen:,} elements hold {what} and Lightning's own are "
+        f"{LIGHTNING_BUCKET_ELEMENTS:,}"
+    )
+
+
+def _check(num_devices: int, strategy: str, request: PlanRequest, device_kind: str) -> None:
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+        raise ConfigurationError(f"num_devices={num_devices!r} must be a whole number of at least 1.")
+    known = ", ".join(map(repr, ("auto", *STRATEGIES)))
+    if strategy not in ("auto", *STRATEGIES):
+        raise ConfigurationError(f"strategy={strategy!r} is not known. Choose one of: {known}.")
+    if request.offload == "parameters":
+        raise ConfigurationError(
+            "offload='parameters' is not forecast. Choose 'auto' or 'optimizer', which keep the optimizer on the host, "
+            "or 'never'."
+        )
+    if num_devices == 1 and (strategy != "auto" or request.offload not in ("never", "auto")):
+        asked = f"strategy={strategy!r}" if strategy != "auto" else f"offload={request.offload!r}"
+        raise ConfigurationError(
+            f"{asked} is planned for several devices, and num_devices=1. Give num_devices=2 or more, or leave it out."
+        )
+    if strategy.startswith("deepspeed") and device_kind != "cuda":
+        raise ConfigurationError(
+            f"strategy={strategy!r} cannot be had on a CPU: Lightning's DeepSpeedStrategy runs on CUDA GPUs alone. "
+            "Choose 'ddp' or 'fsdp2', or plan for a GPU."
+        )
+    if strategy.endswith("_offload") and request.offload == "never":
+        raise ConfigurationError(f"strategy={strategy!r} offloads, and offload='never' forbids it. Leave one out.")
+
+
+def _ddp(ranks: int) -> list[Spread]:
+    plain = Sharding(engine="ddp", ranks=ranks)
+    return [Spread(sharding=plain), Spread(sharding=replace(plain, gradient_as_bucket_view=True))]
+
+
+def _zero(ranks: int, bucket: int, request: PlanRequest) -> list[Spread]:
+    staged = [
+        replace(lightning_sharding(stage, ranks), reduce_bucket_elements=bucket, allgather_bucket_elements=bucket)
+        for stage in _ZERO_STAGES
+    ]
+    spreads = [] if request.offload == "optimizer" else [Spread(sharding=each) for each in staged]
+    if request.offload in ("auto", "optimizer"):
+        spreads += [Spread(sharding=each, offload="optimizer") for each in staged[1:]]
+    return spreads
+
+
+def _fsdp2(ranks: int, blocks: Sequence[str]) -> list[Spread]:
+    once = Sharding(engine="fsdp2", ranks=ranks, shard_groups=("", *blocks))
+    return [Spread(sharding=once), Spread(sharding=replace(once, synchronisation="slice"))]

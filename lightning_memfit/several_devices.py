@@ -1,0 +1,74 @@
+"""What plans and forecasts for several devices need beside those for one: ranks of a candidate, the host, notes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_memfit.errors import ConfigurationError
+from lightning_memfit.plan import Candidate, Offload, Plan
+from lightning_memfit.search.strategies import Considered
+from lightning_memfit.sharding import Sharding
+from lightning_memfit.units import format_bytes, parse_bytes
+
+
+def on_ranks(candidate: Candidate, sharding: Sharding | None, offload: Offload) -> Candidate:
+    """A candidate for one device, spread over several; its batch is that of one rank.
+
+    Raises:
+        ConfigurationError: if something is to be offloaded that the engine does not offload.
+    """
+    if offload != "never" and (sharding is None or sharding.engine != "deepspeed"):
+        raise ConfigurationError(
+            f"offload={offload!r} is forecast for DeepSpeed alone. Give sharding=Sharding(engine='deepspeed', "
+            "ranks=..., zero_stage=...), or offload='never'."
+        )
+    if offload == "parameters":
+        raise ConfigurationError("offload='parameters' is not forecast. Choose 'optimizer' or 'never'.")
+    if sharding is None:
+        return candidate
+    split = candidate.split
+    ranked = replace(split, ranks=sharding.ranks, effective_batch_size=split.effective_batch_size * sharding.ranks)
+    return replace(candidate, sharding=sharding, offload=offload, split=ranked)
+
+
+def host_bytes_of(host_memory: int | str | None) -> int | None:
+    """Bytes of the host that all ranks of a node may use; ``None`` where that is not known.
+
+    Raises:
+        ConfigurationError: if it is no number of bytes.
+    """
+    if host_memory is None:
+        return None
+    if isinstance(host_memory, str):
+        return parse_bytes(host_memory, setting="host_memory")
+    if isinstance(host_memory, bool) or not isinstance(host_memory, int) or host_memory < 0:
+        raise ConfigurationError(f"host_memory={host_memory!r} must be bytes, text such as '1TiB', or None.")
+    return host_memory
+
+
+def notes_on_devices(plan: Plan, considered: Considered) -> tuple[str, ...]:
+    """What the user should know of a plan for several devices; nothing on one."""
+    candidate, device = plan.candidate, plan.device
+    if candidate.sharding is None:
+        return ()
+    notes = [f"not considered: {each}" for each in considered.left_out]
+    if device.link_bytes_per_second is None:
+        notes.append(
+            f"how fast {device.name} sends to others of its node is not known: strategies are ranked by the bytes that "
+            "they exchange, and seconds leave the exchange out"
+        )
+    else:
+        notes.append(
+            f"seconds count what ranks send at {device.link_bytes_per_second / 1e9:g} GB/s, the vendor's figure within "
+            "a node in one direction, as if nothing ran beside it; no exchange was timed"
+        )
+    if candidate.offload != "never":
+        notes.append(
+            f"seconds leave out what offloading costs: {format_bytes(plan.forecast.host_bytes or 0)} per rank cross "
+            "PCI Express and are stepped by the host"
+        )
+    if candidate.sharding.engine == "fsdp2":
+        notes.append(
+            "FSDP2 needs configure_model to call torch's fully_shard on each repeated block and then on the module"
+        )
+    return tuple(notes)

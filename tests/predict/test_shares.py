@@ -1,0 +1,97 @@
+"""What one rank holds and sends, by hand. Run: ``pytest tests/predict/test_shares.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_memfit.predict.shares import exchanged_bytes, groups_of, shard_bytes, shares_of
+from lightning_memfit.sharding import Sharding
+from lightning_memfit.trace.timeline import ParameterLayout
+
+# 1200 + 800 elements of two blocks, 400 of the root, and 100 that are not trained.
+PARAMETERS = (
+    ParameterLayout("embed", 0, "float32", (40, 10), True),
+    ParameterLayout("blocks.0.w", 1, "float32", (120, 10), True),
+    ParameterLayout("blocks.1.w", 2, "float32", (80, 10), True),
+    ParameterLayout("blocks.1.frozen", 3, "float32", (10, 10), False),
+)
+HALVES = tuple(parameter._replace(dtype="bfloat16") for parameter in PARAMETERS)
+
+
+def zero(stage: int, ranks: int = 4) -> Sharding:
+    return Sharding(
+        engine="deepspeed", ranks=ranks, zero_stage=stage, reduce_bucket_elements=50, overlap_communication=True
+    )  # type: ignore[arg-type]
+
+
+def fsdp2(**settings: object) -> Sharding:
+    return Sharding(engine="fsdp2", ranks=4, shard_groups=("", "blocks.0", "blocks.1"), **settings)  # type: ignore[arg-type]
+
+
+def test_zero_divides_what_its_stage_says_and_steps_copies_of_four_bytes() -> None:
+    first, second, third = (shares_of(HALVES, zero(stage)) for stage in (1, 2, 3))
+    assert (first.parameters_bytes, second.parameters_bytes, third.parameters_bytes) == (5000, 5000, 1250)
+    assert (first.gradients_bytes, second.gradients_bytes, third.gradients_bytes) == (4800, 1200, 1200)
+    # 2400 trained elements over 4 ranks, 4 bytes each.
+    assert {each.masters_bytes for each in (first, second, third)} == {2400}
+    assert {each.step_gradients_bytes for each in (first, second, third)} == {2400}
+    # Two buckets of 50 elements in 2 bytes, one of which is reduced, and the largest gradient, 1200 elements.
+    assert first.backward_bytes == second.backward_bytes == 2 * 50 * 2 + 2400
+    assert third.forward_bytes == 2 * 2500  # everything stays gathered that is used again within 10^9 elements
+
+
+def test_what_is_offloaded_lies_on_the_host() -> None:
+    optimizer = shares_of(HALVES, zero(3), offload="optimizer")
+    assert optimizer.masters_bytes == optimizer.step_gradients_bytes == optimizer.gradients_bytes == 0
+    assert optimizer.host_bytes == 2 * 2400  # copies of parameters and of gradients
+    parameters = shares_of(HALVES, zero(3), offload="parameters")
+    assert parameters.parameters_bytes == 0 and parameters.host_bytes == 2 * 2400 + 1250
+
+
+def test_fsdp2_gathers_a_group_at_a_time_and_its_root_for_good() -> None:
+    shares = shares_of(PARAMETERS, fsdp2())
+    assert shares.parameters_bytes == (10 + 30 + 20 + 3) * 10 * 4  # rows are not divided: 10 frozen ones make 3
+    assert shares.gradients_bytes == 60 * 10 * 4
+    assert shares.forward_bytes == 1600 + 2 * 4800  # the root, and the larger group beside its buffer
+    assert shares.backward_bytes == shares.forward_bytes + 2 * 4800
+
+
+def test_fsdp2_keeps_whole_gradients_between_slices_unless_it_exchanges_after_each() -> None:
+    whole = 2400 * 4
+    step, each = shares_of(PARAMETERS, fsdp2(), micro_steps=2), shares_of(
+        PARAMETERS, fsdp2(synchronisation="slice"), micro_steps=2
+    )  # fmt: skip
+    assert step.backward_bytes == step.forward_bytes + whole
+    assert each.backward_bytes == each.forward_bytes + 2 * 4800
+
+
+def test_without_resharding_everything_stays_gathered() -> None:
+    assert shares_of(PARAMETERS, fsdp2(reshard_after_forward=False)).forward_bytes == 2500 * 4
+
+
+def test_parameters_belong_to_the_innermost_group() -> None:
+    groups = groups_of(PARAMETERS, ("", "blocks", "blocks.1"))
+    assert {name: len(members) for name, members in groups.items()} == {"": 1, "blocks": 1, "blocks.1": 2}
+
+
+def test_a_number_is_held_by_the_first_rank() -> None:
+    assert shard_bytes(ParameterLayout("scale", 0, "float32", (), True), 8) == 4
+    assert shard_bytes(ParameterLayout("none", 0, "float32", (0, 3), True), 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("sharding", "expected"),
+    [
+        # 9600 bytes of gradients, 10000 of parameters; 3/4 of each goes over the wire, an all-reduce twice.
+        (Sharding(engine="ddp", ranks=4), 2 * 7200),
+        (zero(1), 7200 + 7500),
+        (zero(2), 3 * 7200 + 7500),  # three slices, reduced after each
+        (zero(3), 3 * 7200 + 3 * 2 * 7500),
+        (fsdp2(), 7200 + 3 * 2 * 7500),
+        (fsdp2(synchronisation="slice"), 3 * 7200 + 3 * 2 * 7500),
+        (fsdp2(reshard_after_forward=False), 7200 + 3 * 7500),
+        (None, None),
+    ],
+)
+def test_bytes_that_a_rank_sends_in_a_step_of_three_slices(sharding: Sharding | None, expected: int | None) -> None:
+    assert exchanged_bytes(PARAMETERS, sharding, micro_steps=3) == expected
