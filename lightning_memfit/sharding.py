@@ -13,7 +13,7 @@ Synchronisation = Literal["step", "slice"]
 
 _ZERO_ONLY = (
     "zero_stage", "reduce_bucket_elements", "allgather_bucket_elements", "prefetch_bucket_elements",
-    "persistence_threshold_elements",
+    "persistence_threshold_elements", "overlap_communication",
 )  # fmt: skip
 
 
@@ -38,7 +38,9 @@ class Sharding:
     prefetch_bucket_elements: int | None = None
     """DeepSpeed, stage 3: elements of parameters that are fetched ahead."""
     persistence_threshold_elements: int | None = None
-    """DeepSpeed, stage 3: parameters of fewer elements are held whole by every rank."""
+    """DeepSpeed, stage 3: parameters of at most as many elements are held whole by every rank."""
+    overlap_communication: bool | None = None
+    """DeepSpeed: gradients are reduced while the backward goes on; in stages 1 and 2 with a second bucket."""
     shard_groups: tuple[str, ...] = ()
     """FSDP2: qualified names of the modules whose parameters are gathered together, ``""`` for the root."""
     reshard_after_forward: bool = True

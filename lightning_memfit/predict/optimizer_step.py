@@ -51,15 +51,16 @@ def with_optimizer_step(window: Timeline, step: Timeline) -> Timeline:
             *(r for r in window.residents if r.category != "optimizer_states"),
             *(Resident(r.storage + offset, r.allocated_bytes, r.category) for r in states),
         ),
-        events=(*before, *(_renumbered(event, offset, first_signature) for event in step.events)),
+        events=(*before, *(renumbered(event, offset, first_signature) for event in step.events)),
         categories={**window.categories, **{number + offset: held for number, held in step.categories.items()}},
-        signatures=(*window.signatures, *(_moved(signature, first_signature) for signature in step.signatures)),
+        signatures=(*window.signatures, *(moved(signature, first_signature) for signature in step.signatures)),
         num_operations=window.num_operations + step.num_operations,
         notes=tuple(dict.fromkeys((*window.notes, *step.notes))),
     )
 
 
-def _renumbered(event: Event, offset: int, first_signature: int) -> Event:
+def renumbered(event: Event, offset: int, first_signature: int) -> Event:
+    """The same event where ``offset`` storages and ``first_signature`` signatures stand in front of its own."""
     if isinstance(event, Free):
         return event._replace(storage=event.storage + offset)
     into, signature = event.accumulates_into, event.signature
@@ -71,15 +72,15 @@ def _renumbered(event: Event, offset: int, first_signature: int) -> Event:
     )
 
 
-def _moved(value: Any, by: int) -> Any:
-    """The same signature where ``by`` others stand in front of it: its arguments' makers are further back."""
+def moved(value: Any, by: int) -> Any:
+    """The same signature, or part of one, where ``by`` others stand in front of it: its arguments' makers are further back."""
     if isinstance(value, Signature):
-        return Signature(value.op, _moved(value.args, by), _moved(dict(value.kwargs), by))
+        return Signature(value.op, moved(value.args, by), moved(dict(value.kwargs), by))
     if isinstance(value, TensorShape):
         origin = value.origin
         return value._replace(origin=None if origin is None else (origin[0] + by, origin[1]))
     if isinstance(value, tuple):
-        return tuple(_moved(item, by) for item in value)
+        return tuple(moved(item, by) for item in value)
     if isinstance(value, dict):
-        return {name: _moved(item, by) for name, item in value.items()}
+        return {name: moved(item, by) for name, item in value.items()}
     return value

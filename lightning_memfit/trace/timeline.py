@@ -185,6 +185,18 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlatStep:
+    """The optimizer's step of one parameter group over one flat ``float32`` tensor, as ZeRO runs it."""
+
+    parameters: tuple[int, ...]
+    """The group's parameters in its own order: indices into :attr:`Timeline.parameters`."""
+    elements: int
+    """Elements of the flat tensor: one rank's share of the group."""
+    step: Timeline
+    """The step alone; its residents are the flat tensor, its gradient and the states."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeResult:
     """What one operator did on the real device, on arguments of the traced shapes."""
 
