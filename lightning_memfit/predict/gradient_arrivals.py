@@ -8,6 +8,9 @@ from typing import NamedTuple
 from lightning_memfit.trace.timeline import Event, Free, Operation, Timeline
 
 
+_OF_TRANSPOSED = "aten.mm.default"
+
+
 class Arrival(NamedTuple):
     """The gradient of one backward, complete for one parameter."""
 
@@ -19,29 +22,35 @@ class Arrival(NamedTuple):
     """Whether it has been added to the gradient of an earlier slice."""
 
 
-def gradient_arrivals(timeline: Timeline) -> dict[int, list[Arrival]]:
+def gradient_arrivals(timeline: Timeline, *, weights_last: bool = True) -> dict[int, list[Arrival]]:
     """By index of an event: the gradients that are complete after it.
 
     Autograd tells its hooks once an operator's gradients are all there and what it had saved is gone: a gradient
     arrives after the frees behind the operator that made it, and behind the others of the same backward operator.
+
+    Args:
+        timeline: the step.
+        weights_last: a linear layer's weight comes after its bias, since the forward transposed it, which is a backward
+            operator more. Not so where one function computes the layer, as in ZeRO 3.
     """
     found: dict[int, list[Arrival]] = {}
+    transposed: dict[int, list[Arrival]] = {}
     events = timeline.events
     old = {resident.storage for resident in timeline.residents}
     for index, event in enumerate(events):
         if isinstance(event, Free) or event.phase != "backward":
             continue
         made = [output.storage for output in event.outputs if output.storage in timeline.gradient_of]
-        for storage in made:
-            found.setdefault(_end_of_node(events, index), []).append(
-                Arrival(timeline.gradient_of[storage], storage, False)
-            )
+        arrivals = [Arrival(timeline.gradient_of[storage], storage, False) for storage in made]
+        (transposed if weights_last and event.op == _OF_TRANSPOSED else found).setdefault(_end_of_node(events, index), []).extend(arrivals)
         if event.outputs or "add_" not in event.op:
             continue
         into = next((each for each in event.reads if each in timeline.gradient_of and each not in old), None)
         added = next((each for each in event.reads if each not in timeline.gradient_of), None)
         if into is not None and added is not None:
             found.setdefault(index, []).append(Arrival(timeline.gradient_of[into], added, True))
+    for index, arrivals in transposed.items():
+        found.setdefault(index, []).extend(arrivals)
     return found
 
 
@@ -55,6 +64,13 @@ def backward_ends(timeline: Timeline) -> dict[int, int]:
         if event.phase == "backward":
             last[micro_step] = index
     return {index: micro_step for micro_step, index in last.items()}
+
+
+def end_of_frees(events: Sequence[Event], index: int) -> int:
+    """Index of the last of the frees that directly follow an event; its own where none does."""
+    while index + 1 < len(events) and isinstance(events[index + 1], Free):
+        index += 1
+    return index
 
 
 def _end_of_node(events: Sequence[Event], index: int) -> int:

@@ -1,4 +1,4 @@
-"""When forward and backward reach the modules that own parameters: where engines gather and let go."""
+"""When forward and backward reach each module: where engines gather parameters, look ahead and let go."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_memfit.predict.gradient_arrivals import end_of_frees
 from lightning_memfit.trace.timeline import Free, ModuleCall, Operation, Timeline
 
 
@@ -15,7 +16,7 @@ class Visit(NamedTuple):
     module: str
     """Its qualified name."""
     parameters: tuple[int, ...]
-    """Those of its own: indices into :attr:`Timeline.parameters`."""
+    """Those of its own, if any: indices into :attr:`Timeline.parameters`."""
     enters: bool
     """Whether it is reached; else it is left."""
     leaves_late: bool = False
@@ -35,7 +36,7 @@ class SliceVisits:
 
 
 def module_visits(timeline: Timeline) -> dict[int, SliceVisits]:
-    """By slice that was followed, the visits to modules with parameters of their own.
+    """By slice that was followed, the visits to modules; parts without parameters of their own are visited too.
 
     A parameter is its module's own by its name; and a module's that reads it, where it is tied or used from outside.
     """
@@ -44,7 +45,7 @@ def module_visits(timeline: Timeline) -> dict[int, SliceVisits]:
 
 
 def _owners(timeline: Timeline) -> dict[str, tuple[int, ...]]:
-    found: dict[str, set[int]] = {}
+    found: dict[str, set[int]] = {call.module: set() for call in timeline.calls}
     by_storage: dict[int, list[int]] = {}
     for index, parameter in enumerate(timeline.parameters):
         found.setdefault(parameter.name.rpartition(".")[0], set()).add(index)
@@ -61,7 +62,7 @@ def _of_slice(timeline: Timeline, micro_step: int, owners: Mapping[str, tuple[in
     before: dict[int, list[Visit]] = {}
     after: dict[int, list[Visit]] = {}
     order = []
-    calls = [call for call in timeline.calls if call.micro_step == micro_step and owners.get(call.module)]
+    calls = [call for call in timeline.calls if call.micro_step == micro_step]
     without_gradient = {call.module for call in calls if not call.recomputed and _has_plain_inputs(timeline, call)}
     for call, enters in _nested(calls):
         own = owners[call.module]
@@ -99,15 +100,16 @@ def _is_within(inner: ModuleCall, outer: ModuleCall) -> bool:
 def _backward_spans(
     timeline: Timeline, micro_step: int, owners: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, int]]:
-    """First and last event of each module's backward, what is inside it included."""
+    """First and last event of each module's backward, what is inside it included, and the frees behind it."""
     spans: dict[str, tuple[int, int]] = {}
-    for index, event in enumerate(timeline.events):
+    events = timeline.events
+    for index, event in enumerate(events):
         if isinstance(event, Free) or event.phase != "backward" or event.micro_step != micro_step or event.recomputed:
             continue
         for module in _itself_and_around(event.module):
             if module in owners:
                 first = spans.get(module, (index, index))[0]
-                spans[module] = (first, index)
+                spans[module] = (first, end_of_frees(events, index))
     return spans
 
 

@@ -105,7 +105,8 @@ def heaviest_rank(timeline: Timeline, sharding: Sharding, steps: Sequence[FlatSt
 
 
 def _write(timeline: Timeline, writer: StepWriter, engine: FlatPartitions | ShardedParameters) -> None:
-    arrivals, ends = gradient_arrivals(timeline), backward_ends(timeline)
+    arrivals = gradient_arrivals(timeline, weights_last=engine.weights_last)
+    ends = backward_ends(timeline)
     gone = {r.storage for r in timeline.residents if r.category in ("gradients", "optimizer_states")}
     own = {
         output.storage
@@ -126,9 +127,9 @@ def _write(timeline: Timeline, writer: StepWriter, engine: FlatPartitions | Shar
         elif event.phase not in _ENGINES_OWN:
             writer.phase, writer.micro_step = event.phase, event.micro_step
             writer.keep(event)
-        engine.after(index)
         for arrival in arrivals.get(index, ()):
             engine.gradient(arrival, is_boundary=writer.micro_step == last)
+        engine.after(index)
         if index in ends:
             engine.backward_ended(is_boundary=ends[index] == last)
     writer.phase, writer.micro_step = "optimizer_step", last

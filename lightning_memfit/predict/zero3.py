@@ -21,6 +21,8 @@ _NORM_BYTES = 8  # norms are taken of a float64 copy: get_norm_dtype in zero/uti
 class ShardedParameters:
     """Writes what the engine does beside forward and backward."""
 
+    weights_last = False  # zero3_linear_wrap in zero/linear.py is one function
+
     def __init__(
         self,
         timeline: Timeline,

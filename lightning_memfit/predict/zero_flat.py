@@ -19,6 +19,8 @@ _NORM_BYTES = 8  # norms are taken of a float64 copy: get_norm_dtype in zero/uti
 class FlatPartitions:
     """Writes what the engine does beside forward and backward."""
 
+    weights_last = True  # autograd's own layers: a bias arrives before its weight
+
     def __init__(
         self,
         timeline: Timeline,

@@ -19,7 +19,7 @@ class _Gather:
     """One exchange: what it brings, and what it holds until the last of it was asked for."""
 
     parameters: tuple[int, ...]
-    held: list[int]
+    flat: int | None
     arrived: bool = False
     unasked: set[int] = field(default_factory=set)
 
@@ -145,13 +145,12 @@ class GatheredParameters:
             return
         whole = sum(self._padded(index) for index in parameters)
         flat = self._writer.allocate("zero.all_gather", whole, "parameters")
-        held = [self._writer.allocate("zero.all_gather", whole, "communication")] if self._gloo else []
-        gather = _Gather(parameters=tuple(sorted(parameters)), held=held, unasked=set(parameters))
+        if self._gloo:
+            self._writer.use("zero.all_gather", whole, "communication")
+        gather = _Gather(parameters=tuple(sorted(parameters)), flat=flat, unasked=set(parameters))
         if len(parameters) == 1:  # it is the parameter from now on
             self._whole[parameters[0]] = flat
-            gather.arrived = True
-        else:
-            held.append(flat)
+            gather.flat = None
         self._flying.update(dict.fromkeys(parameters, gather))
         self._available += sum(self._elements[index] for index in parameters)
 
@@ -160,14 +159,14 @@ class GatheredParameters:
         gather = self._flying.pop(index, None)
         if gather is None:
             return
-        if not gather.arrived:
+        if gather.flat is not None and not gather.arrived:
             for each in gather.parameters:
                 size = self._elements[each] * self._bytes[each]
                 self._whole[each] = self._writer.allocate("zero.cat", size, "parameters")
             gather.arrived = True
         gather.unasked.discard(index)
-        if not gather.unasked:
-            self._writer.free(*gather.held)
+        if gather.flat is not None and not gather.unasked:
+            self._writer.free(gather.flat)
 
     def _padded(self, index: int) -> int:
         return share_of(self._elements[index], self._settings.ranks) * self._settings.ranks * self._bytes[index]
