@@ -60,6 +60,8 @@ class ZeroCase:
     """Stage 3: largest parameter that is held whole, in elements; ``None`` for the default of 1e5."""
     prefetch: int | None = None
     """Stage 3: elements fetched ahead; ``None`` for the default of 5e7."""
+    reuse: int | None = None
+    """Stage 3: elements within which a parameter is kept for its next use; ``None`` for the default of 1e9."""
 
     @property
     def label(self) -> str:
@@ -72,6 +74,7 @@ class ZeroCase:
             "frozen": self.frozen,
             f"persistence {self.persistence}": self.persistence is not None,
             f"prefetch {self.prefetch}": self.prefetch is not None,
+            f"reuse {self.reuse}": self.reuse is not None,
         }
         bucket = "default" if self.bucket is None else f"{self.bucket:.0e}"
         words = [name for name, holds in more.items() if holds]
@@ -87,6 +90,7 @@ class ZeroCase:
             "reduce_bucket_size": self.bucket,
             "stage3_param_persistence_threshold": self.persistence,
             "stage3_prefetch_bucket_size": self.prefetch,
+            "stage3_max_reuse_distance": self.reuse,
         }
         zero |= {name: value for name, value in options.items() if value is not None}
         if self.offloads:

@@ -34,6 +34,7 @@ def zero_timeline(
     rank: int | None = None,
     memory: Memory = "device",
     collectives: Collectives = "nccl",
+    settings: ZeroSettings | None = None,
 ) -> Timeline:
     """The step of one rank.
 
@@ -47,6 +48,7 @@ def zero_timeline(
         rank: whose step; by default the one with the most gradients.
         memory: whose memory. With ``"both"`` host and device are one, as for a run on a CPU.
         collectives: what exchanges between ranks; gloo allocates copies.
+        settings: those of ``sharding``, where DeepSpeed is set to more than it has words for.
 
     Returns:
         A timeline of that memory alone, with the optimizer's step at its end.
@@ -58,7 +60,7 @@ def zero_timeline(
     Ignores: tensors of a few bytes (norms, flags), sub-groups of stage 3 of more than 10^9 elements, what gradients of
     another dtype than the parameters would add (``data_types.grad_accum_dtype``), ``contiguous_gradients=False``.
     """
-    settings = ZeroSettings.of(sharding)
+    settings = ZeroSettings.of(sharding) if settings is None else settings
     if offload == "parameters":
         raise UnsupportedError("offload='parameters' is not forecast under ZeRO. Choose 'optimizer' or 'never'.")
     writer = StepWriter(timeline)

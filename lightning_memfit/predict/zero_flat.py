@@ -42,7 +42,8 @@ class FlatPartitions:
         self._pieces = {index: found for group in self._groups for index, found in group.pieces.items()}
         self._flat = {parameters[index].storage for index in self._pieces}
         self._bytes = max((bytes_each(parameters[index]) for index in self._pieces), default=_MASTER_BYTES)
-        self._accumulates = timeline.micro_steps > 1
+        # Stage 1 reduces once a step: it is told of every slice's gradients, and accumulates on the device.
+        self._accumulates_on_host = offloads and settings.stage == 2 and timeline.micro_steps > 1
         self._held: dict[int, int] = {}
         self._buckets: list[int] = []
         self._waiting: list[int] = []
@@ -218,7 +219,7 @@ class FlatPartitions:
             largest = max((self._elements[index] for index in self._pieces), default=0) * self._bytes
             writer.resident(largest, "communication")
             writer.resident(largest, "communication", on_host=True)
-            if self._accumulates:  # async_accumulate_grad_in_cpu_via_gpu
+            if self._accumulates_on_host:  # async_accumulate_grad_in_cpu_via_gpu
                 for group in self._groups:
                     for index in group.parameters_of(self._rank):
                         writer.resident(self._elements[index] * self._bytes, "gradients", on_host=True)
