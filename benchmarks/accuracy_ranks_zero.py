@@ -30,7 +30,7 @@ from benchmarks.accuracy_ranks_zero_case import ZeroCase, as_arguments, build, m
 from benchmarks.allocator.budget_allocator import build_allocator
 from benchmarks.child_process import ROOT
 from benchmarks.machine import this_machine
-from benchmarks.figures import percent
+from benchmarks.accuracy_cpu import percent
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.predict.zero import zero_timeline
