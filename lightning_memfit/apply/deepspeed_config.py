@@ -44,13 +44,13 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
     stage = zero.get("stage", 0)
     if stage not in _STAGES:
         raise UnsupportedError(
-            f"DeepSpeed's zero_optimization.stage is {stage}: nothing is divided. Use DeepSpeedStrategy(stage=1, 2 or 3), "
-            "or strategy='ddp'."
+            f"DeepSpeed's zero_optimization.stage is {stage}: nothing is divided. Use DeepSpeedStrategy(stage=1), 2 "
+            "or 3, or strategy='ddp'."
         )
     if _device_of(zero, "offload_param") is not None:
         raise UnsupportedError(
-            f"DeepSpeed keeps parameters on {_device_of(zero, 'offload_param')} (offload_param), which is not forecast. "
-            "Leave offload_parameters out; offload_optimizer is."
+            f"DeepSpeed keeps parameters on {_device_of(zero, 'offload_param')} (offload_param), which is not "
+            "forecast. Leave offload_parameters out; offload_optimizer is."
         )
     if not zero.get("contiguous_gradients", True):
         raise UnsupportedError("DeepSpeed's contiguous_gradients=False is not forecast. Leave it out.")

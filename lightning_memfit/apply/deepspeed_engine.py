@@ -12,7 +12,6 @@ the strategy accumulates nothing, and the engine, slice by slice, whether a step
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -67,8 +66,8 @@ class ZeroExchange:
     def rescale(self, optimizer: Any, factor: float) -> None:
         """Multiply all gradients of the step at hand, wherever the engine keeps them.
 
-        It divides them by the loss scale while it steps, and takes the clipped norm of what comes out: for this one step
-        the scale is another.
+        It divides them by the loss scale while it steps, and takes the clipped norm of what comes out: for this one
+        step the scale is another.
 
         Args:
             optimizer: of no interest: the gradients are the engine's.
@@ -132,16 +131,15 @@ def let_lightning_accumulate(strategy: Any) -> Undo:
             f"{kind.__module__}.{kind.__qualname__} has no property handles_gradient_accumulation, by which Lightning "
             "leaves steps to DeepSpeed: this release changed it. Use Lightning 2.5 or 2.6, or set MEMFIT=off."
         )
-    strategy.__class__ = _counted_by_lightning(kind)
+    counted = strategy.__class__ = _counted_by_lightning(kind)
 
     def undo() -> None:
-        if type(strategy) is _counted_by_lightning(kind):
+        if type(strategy) is counted:
             strategy.__class__ = kind
 
     return undo
 
 
-@functools.cache
 def _counted_by_lightning(kind: type[Any]) -> type[Any]:
     namespace = {
         "handles_gradient_accumulation": property(lambda strategy: False, doc="Lightning's loop does."),
