@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.accuracy_cpu import percent
 from benchmarks.accuracy_ranks_zero_case import ZeroCase, as_arguments, build, make_optimizer
 from benchmarks.allocator.budget_allocator import build_allocator
 from benchmarks.child_process import ROOT
 from benchmarks.machine import this_machine
-from benchmarks.figures import percent
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.predict.zero import zero_timeline
@@ -90,7 +90,8 @@ def _cases() -> Iterator[ZeroCase]:
                     yield ZeroCase(model=model, stage=stage, precision=precision, bucket=bucket)
         levers: tuple[dict[str, Any], ...] = (
             {"optimizer": "sgd"}, {"slices": 3}, {"slices": 3, "overlaps": True}, {"overlaps": True}, {"groups": 2},
-            {"frozen": True}, {"offloads": True}, {"offloads": True, "slices": 2}, {"offloads": True, "optimizer": "sgd"},
+            {"frozen": True}, {"offloads": True}, {"offloads": True, "slices": 2},
+            {"offloads": True, "optimizer": "sgd"},
         )  # fmt: skip
         for lever in levers:
             yield ZeroCase(model="odd", stage=stage, bucket=100_000, **lever)
@@ -103,9 +104,7 @@ def _cases() -> Iterator[ZeroCase]:
 def predicted(case: ZeroCase, rank: int) -> tuple[MemoryBreakdown, int]:
     """The peak of one rank's step, and the bytes at rest."""
     module, slices = build(case)
-    program = program_of(
-        module, loss=lambda trained, batch: trained(batch), optimizer=partial(make_optimizer, case)
-    )
+    program = program_of(module, loss=lambda trained, batch: trained(batch), optimizer=partial(make_optimizer, case))
     sharding = Sharding(
         engine="deepspeed",
         ranks=RANKS,
@@ -172,7 +171,9 @@ def measured(cases: Sequence[ZeroCase], *, extensions: Path | None = None) -> li
             if process.returncode:
                 for other in processes:
                     other.kill()
-                raise RuntimeError(f"rank {rank} ended with code {process.returncode}:\n{words[rank].read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"rank {rank} ended with code {process.returncode}:\n{words[rank].read_text()[-2000:]}"
+                )
             found.append([json.loads(line) for line in output.splitlines() if line.startswith("{")])
     return list(zip(*found, strict=True))
 

@@ -78,9 +78,7 @@ class ZeroCase:
         }
         bucket = "default" if self.bucket is None else f"{self.bucket:.0e}"
         words = [name for name, holds in more.items() if holds]
-        return " ".join(
-            [self.model, f"stage {self.stage}", self.precision, self.optimizer, f"bucket {bucket}", *words]
-        )
+        return " ".join([self.model, f"stage {self.stage}", self.precision, self.optimizer, f"bucket {bucket}", *words])
 
     @property
     def config(self) -> dict[str, Any]:
@@ -206,7 +204,7 @@ def measure(case: ZeroCase, allocator: BudgetAllocator) -> dict[str, Any]:
     return {"label": case.label, "rank": rank, "at_rest_bytes": rest, "left_bytes": left, "by_phase": lowest}
 
 
-class _peak_in:  # noqa: N801  # reads as a statement
+class _peak_in:  # reads as a statement
     """Keeps the highest point of a ``with`` block under a phase's name."""
 
     def __init__(self, phases: dict[str, int], name: str, allocator: BudgetAllocator, before: int) -> None:

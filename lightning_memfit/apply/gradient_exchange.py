@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_memfit.apply.deepspeed_config import is_deepspeed
+from lightning_memfit.apply.deepspeed_engine import ZeroExchange
 from lightning_memfit.apply.sharding import is_ddp
 
 
@@ -29,6 +31,18 @@ class GradientExchange(Protocol):
 
     def held_bytes(self) -> int:
         """Bytes of torch's allocator that the engine holds all the time, beside module and optimizer."""
+
+    def rescale(self, optimizer: Any, factor: float) -> None:
+        """Multiply all gradients that the optimizer is about to see.
+
+        Args:
+            optimizer: whose.
+            factor: above 0.
+        """
+
+    @property
+    def in_every_slice(self) -> bool:
+        """Whether every slice's backward waits for the other ranks, so that none may leave one out."""
 
     @property
     def settles(self) -> bool:
@@ -50,7 +64,12 @@ class NoExchange:
         """Nothing."""
         return 0
 
+    def rescale(self, optimizer: Any, factor: float) -> None:
+        """Multiply them where they are."""
+        multiply_gradients(optimizer, factor)
+
     settles = False
+    in_every_slice = False
 
 
 class DdpExchange:
@@ -92,12 +111,32 @@ class DdpExchange:
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         return sum(parameter.numel() * parameter.element_size() for parameter in trained)
 
+    def rescale(self, optimizer: Any, factor: float) -> None:
+        """Multiply them where they are."""
+        multiply_gradients(optimizer, factor)
+
     # Behind the first backward that exchanges, the buckets are made anew in the order in which gradients came.
     settles = True
+    in_every_slice = False
+
+
+def multiply_gradients(optimizer: Any, factor: float) -> None:
+    """Multiply the gradient of every parameter of an optimizer in place.
+
+    Args:
+        optimizer: whose.
+        factor: what by.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def exchange_of(strategy: Any) -> GradientExchange:
     """How the strategy of a run exchanges gradients."""
+    if is_deepspeed(strategy):
+        return ZeroExchange(strategy)
     if is_ddp(strategy):
         return DdpExchange(strategy)
     return NoExchange()

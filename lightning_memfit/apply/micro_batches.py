@@ -201,10 +201,7 @@ class Slicer:
         factor = self._window.close(self._ranks.mean)
         if factor == 1.0:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        self._exchange.rescale(optimizer, factor)
 
     def _window_for(self, batch_idx: int, accumulate: int, weight: float, *, weighed: bool) -> tuple[_Window, bool]:
         """The window of a batch, and whether gradients of a finished one are still there to be zeroed.
@@ -263,6 +260,10 @@ class _BatchStep:
         return self._run_undivided(self.slices[0]) if len(self.slices) == 1 else self._run_slices()
 
     def _run_undivided(self, whole: BatchSlice) -> Any:
+        with self.exchange.around_slice(is_last=True):
+            return self._run_whole(whole)
+
+    def _run_whole(self, whole: BatchSlice) -> Any:
         result = self._forward(whole)
         if result.closure_loss is None:
             self._check_may_be_none(of=1)
@@ -339,7 +340,7 @@ class _BatchStep:
         if self.backward is None:
             return False
         if weight == 0:
-            if self.ranks.count == 1 or not is_last:
+            if self.ranks.count == 1 or not (is_last or self.exchange.in_every_slice):
                 return False
             loss = torch.nan_to_num(loss)  # the mean over nothing; the other ranks wait for gradients all the same
         factor = self.window.factor(weight)

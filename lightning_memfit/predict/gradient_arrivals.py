@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from lightning_memfit.trace.timeline import Event, Free, Operation, Timeline
 
-
 _OF_TRANSPOSED = "aten.mm.default"
 
 
@@ -42,7 +41,9 @@ def gradient_arrivals(timeline: Timeline, *, weights_last: bool = True) -> dict[
             continue
         made = [output.storage for output in event.outputs if output.storage in timeline.gradient_of]
         arrivals = [Arrival(timeline.gradient_of[storage], storage, False) for storage in made]
-        (transposed if weights_last and event.op == _OF_TRANSPOSED else found).setdefault(_end_of_node(events, index), []).extend(arrivals)
+        (transposed if weights_last and event.op == _OF_TRANSPOSED else found).setdefault(
+            _end_of_node(events, index), []
+        ).extend(arrivals)
         if event.outputs or "add_" not in event.op:
             continue
         into = next((each for each in event.reads if each in timeline.gradient_of and each not in old), None)

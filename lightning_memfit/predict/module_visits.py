@@ -61,7 +61,7 @@ def _owners(timeline: Timeline) -> dict[str, tuple[int, ...]]:
 def _of_slice(timeline: Timeline, micro_step: int, owners: Mapping[str, tuple[int, ...]]) -> SliceVisits:
     before: dict[int, list[Visit]] = {}
     after: dict[int, list[Visit]] = {}
-    order = []
+    order: list[tuple[int, int, tuple[str, tuple[int, ...]]]] = []
     calls = [call for call in timeline.calls if call.micro_step == micro_step]
     without_gradient = {call.module for call in calls if not call.recomputed and _has_plain_inputs(timeline, call)}
     for call, enters in _nested(calls):

@@ -73,7 +73,7 @@ def renumbered(event: Event, offset: int, first_signature: int) -> Event:
 
 
 def moved(value: Any, by: int) -> Any:
-    """The same signature, or part of one, where ``by`` others stand in front of it: its arguments' makers are further back."""
+    """The same signature, or part of one, with ``by`` others in front of it: its arguments' makers are further back."""
     if isinstance(value, Signature):
         return Signature(value.op, moved(value.args, by), moved(dict(value.kwargs), by))
     if isinstance(value, TensorShape):

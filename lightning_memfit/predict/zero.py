@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import Offload
-from lightning_memfit.predict.gradient_arrivals import Arrival, backward_ends, gradient_arrivals
+from lightning_memfit.predict.gradient_arrivals import backward_ends, gradient_arrivals
 from lightning_memfit.predict.step_writer import Memory, StepWriter
 from lightning_memfit.predict.zero3 import ShardedParameters
 from lightning_memfit.predict.zero_flat import FlatPartitions

@@ -200,9 +200,7 @@ class FlatPartitions:
             return
         if self._new_gradients is None:
             inside = [index for group in self._groups for index in group.parameters_of(self._rank)]
-            self._new_gradients = writer.allocate(
-                "zero.gradients", self._total(inside) * self._bytes, "gradients"
-            )
+            self._new_gradients = writer.allocate("zero.gradients", self._total(inside) * self._bytes, "gradients")
 
     def _total(self, parameters: Iterable[int]) -> int:
         return sum(self._elements[index] for index in parameters)

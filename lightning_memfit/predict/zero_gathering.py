@@ -1,7 +1,7 @@
 """Which parameters stage 3 holds whole at which moment: fetched with their module, ahead of it, or kept for later.
 
 Source: ``PartitionedParameterCoordinator`` in ``deepspeed/runtime/zero/partitioned_param_coordinator.py`` 0.19.8, once
-it knows the order of modules (from the third forward on); sizes from ``deepspeed/runtime/zero/partition_parameters.py``.
+it knows the order of modules (from the third forward on); sizes from ``partition_parameters.py`` beside it.
 """
 
 from __future__ import annotations

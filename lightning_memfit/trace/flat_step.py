@@ -21,9 +21,7 @@ Share = Callable[[Sequence[int]], int]
 """Elements of each parameter of a group to those of one rank's flat tensor."""
 
 
-def trace_flat_steps(
-    program: StepProgram, share: Share, *, collect_signatures: bool = True
-) -> tuple[FlatStep, ...]:
+def trace_flat_steps(program: StepProgram, share: Share, *, collect_signatures: bool = True) -> tuple[FlatStep, ...]:
     """Follow a step of the program's optimizer over flat shares in the steady state, group by group.
 
     The optimizer is the program's own: only what its groups hold is exchanged, as DeepSpeed does. Parameters that are

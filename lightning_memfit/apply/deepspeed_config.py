@@ -1,0 +1,224 @@
+"""DeepSpeed's configuration under Lightning: read as a sharding, and written before the engine is built.
+
+Adapter for Lightning's ``DeepSpeedStrategy``: touches its public ``config``, ``loss_scale``, ``loss_scale_window``,
+``min_loss_scale``, ``initial_scale_power`` and ``hysteresis``, and ``_format_precision_config`` of
+``lightning/fabric/strategies/deepspeed.py``. The strategy formats its configuration, precision included, before
+``convert_module`` runs, and builds the engine of it afterwards: what is written in between holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_memfit.errors import ConfigurationError, UnsupportedError
+from lightning_memfit.plan import Offload
+from lightning_memfit.sharding import Sharding, ZeroStage
+from lightning_memfit.undo import Undo
+
+_SECTION_OF = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+_NAMES = ("config", "loss_scale", "loss_scale_window", "min_loss_scale", "initial_scale_power", "hysteresis")
+
+
+def is_deepspeed(strategy: Any) -> bool:
+    """Whether a strategy of either of Lightning's packages is DeepSpeed; such a one is derived from DDP's."""
+    return any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__)
+
+
+def zero_sharding(strategy: Any, ranks: int) -> Sharding:
+    """What a strategy's configuration says; settings that it leaves out are DeepSpeed's own defaults.
+
+    Args:
+        strategy: Lightning's for DeepSpeed.
+        ranks: devices.
+
+    Raises:
+        UnsupportedError: if ZeRO is off, if parameters are on the host, or gradients are summed in another dtype.
+    """
+    zero = _config_of(strategy).get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage not in _STAGES:
+        raise UnsupportedError(
+            f"DeepSpeed's zero_optimization.stage is {stage}: nothing is divided. Use DeepSpeedStrategy(stage=1), 2 "
+            "or 3, or strategy='ddp'."
+        )
+    if _device_of(zero, "offload_param") is not None:
+        raise UnsupportedError(
+            f"DeepSpeed keeps parameters on {_device_of(zero, 'offload_param')} (offload_param), which is not "
+            "forecast. Leave offload_parameters out; offload_optimizer is."
+        )
+    if not zero.get("contiguous_gradients", True):
+        raise UnsupportedError("DeepSpeed's contiguous_gradients=False is not forecast. Leave it out.")
+    summed = (_config_of(strategy).get("data_types") or {}).get("grad_accum_dtype")
+    if summed is not None:
+        raise UnsupportedError(f"DeepSpeed's data_types.grad_accum_dtype={summed!r} is not forecast. Leave it out.")
+    return Sharding(
+        engine="deepspeed",
+        ranks=ranks,
+        synchronisation="step" if stage == 1 else "slice",
+        zero_stage=stage,
+        reduce_bucket_elements=_count(zero, "reduce_bucket_size"),
+        allgather_bucket_elements=_count(zero, "allgather_bucket_size"),
+        prefetch_bucket_elements=_count(zero, "stage3_prefetch_bucket_size", "prefetch_bucket_size"),
+        persistence_threshold_elements=_count(
+            zero, "stage3_param_persistence_threshold", "param_persistence_threshold"
+        ),
+        overlap_communication=zero.get("overlap_comm"),
+    )
+
+
+def offload_of(strategy: Any) -> Offload:
+    """Whether a strategy's configuration keeps the optimizer on the host.
+
+    Raises:
+        UnsupportedError: if it keeps it on a disk.
+    """
+    device = _device_of(_config_of(strategy).get("zero_optimization") or {}, "offload_optimizer")
+    if device not in (None, "cpu"):
+        raise UnsupportedError(f"DeepSpeed's offload_optimizer to {device!r} is not forecast; to 'cpu' it is.")
+    return "never" if device is None else "optimizer"
+
+
+def write_config(
+    strategy: Any,
+    *,
+    precision: str,
+    sharding: Sharding,
+    offload: Offload = "never",
+    micro_batch_size: int,
+    clip_norm: float | None = None,
+    module: nn.Module | None = None,
+) -> Undo:
+    """Write a plan into a strategy's configuration; the engine that is built next follows it.
+
+    The accumulation is written as 1: how a slice's loss counts is MemFit's, and DeepSpeed would divide it once more.
+    ``zero_force_ds_cpu_optimizer`` is written as false where the optimizer is offloaded: whether the extension that it
+    asks for can be built was found out when the plan was made.
+
+    Args:
+        strategy: Lightning's for DeepSpeed, formatted, and without an engine.
+        precision: in Lightning's words.
+        sharding: stage and sizes; those that are ``None`` stay as they are.
+        offload: whether the optimizer is on the host.
+        micro_batch_size: samples in one forward and backward on one device; DeepSpeed logs its speed by it.
+        clip_norm: largest norm of all gradients; ``None`` leaves it as it is.
+        module: the module in training, to see whether its parameters are divided already.
+
+    Raises:
+        ConfigurationError: if the user's own configuration sets another precision, or the module's parameters were
+            divided when it was made and the stage leaves them whole.
+        UnsupportedError: if the sharding is none of DeepSpeed, or this release of Lightning has other names.
+    """
+    config = _config_of(strategy)
+    if sharding.zero_stage is None or offload == "parameters":
+        raise UnsupportedError(f"{sharding.label} with offload={offload!r} is not written for DeepSpeed.")
+    if sharding.zero_stage < 3 and module is not None and _is_divided(module):
+        raise ConfigurationError(
+            f"zero_stage={sharding.zero_stage}, but the module's parameters were divided when configure_model made it "
+            "under DeepSpeedStrategy(stage=3). Give DeepSpeedStrategy the stage that is to be used, or leave it at 3."
+        )
+    before = copy.deepcopy(config)
+    try:
+        _write_precision(strategy, config, precision)
+    except BaseException:
+        _put_back(config, before)
+        raise
+    config["gradient_accumulation_steps"] = 1
+    config["train_micro_batch_size_per_gpu"] = micro_batch_size
+    config.pop("train_batch_size", None)  # DeepSpeed would check their product
+    if clip_norm is not None:
+        config["gradient_clipping"] = clip_norm
+    zero = config.setdefault("zero_optimization", {})
+    zero["stage"] = sharding.zero_stage
+    sizes = {
+        "reduce_bucket_size": sharding.reduce_bucket_elements,
+        "allgather_bucket_size": sharding.allgather_bucket_elements,
+        "stage3_prefetch_bucket_size": sharding.prefetch_bucket_elements,
+        "stage3_param_persistence_threshold": sharding.persistence_threshold_elements,
+        "overlap_comm": sharding.overlap_communication,
+    }
+    zero.update({name: value for name, value in sizes.items() if value is not None})
+    if offload == "never":
+        zero.pop("offload_optimizer", None)
+    else:
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+        config["zero_force_ds_cpu_optimizer"] = False
+    return lambda: _put_back(config, before)
+
+
+def make_deepspeed_delegate(precision: str, *, namespace: str) -> Any:
+    """Lightning's precision plugin for DeepSpeed, which leaves scaling and clipping to the engine.
+
+    Args:
+        precision: in Lightning's words.
+        namespace: the package the user's Trainer comes from.
+    """
+    plugins = importlib.import_module(f"{namespace}.plugins.precision")
+    return plugins.DeepSpeedPrecision(precision)
+
+
+def _write_precision(strategy: Any, config: dict[str, Any], precision: str) -> None:
+    """Take out what Lightning wrote for another precision, and let it write anew."""
+    for other, section in _SECTION_OF.items():
+        written: dict[str, Any] = {}
+        _format(strategy, written, other)
+        if config.get(section) == written.get(section):
+            config.pop(section, None)
+    own = [section for section in ("bf16", "fp16") if (config.get(section) or {}).get("enabled")]
+    wanted = _SECTION_OF.get(precision)
+    if own and own != [wanted]:
+        raise ConfigurationError(
+            f"precision={precision!r}, but your DeepSpeed configuration enables {own[0]!r}. Take that section out, or "
+            f"give MemFit(precision={'bf16-mixed' if own[0] == 'bf16' else '16-mixed'!r})."
+        )
+    _format(strategy, config, precision)
+
+
+def _format(strategy: Any, config: dict[str, Any], precision: str) -> None:
+    package = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "DeepSpeedStrategy").__module__
+    formatter = getattr(sys.modules[package], "_format_precision_config", None)
+    if formatter is None:
+        raise UnsupportedError(
+            f"{package} has no _format_precision_config, which writes DeepSpeed's precision: this release of Lightning "
+            "changed it. Use Lightning 2.5 or 2.6, or set MEMFIT=off."
+        )
+    formatter(
+        config=config,
+        precision=precision,
+        **{name: getattr(strategy, name) for name in _NAMES if name != "config"},
+    )
+
+
+def _config_of(strategy: Any) -> dict[str, Any]:
+    missing = [name for name in _NAMES if not hasattr(strategy, name)]
+    if missing or not isinstance(strategy.config, dict):
+        raise UnsupportedError(
+            f"{type(strategy).__name__} has no {', '.join(missing) or 'configuration in a dict'}: this release of "
+            "Lightning changed it. Use Lightning 2.5 or 2.6, or set MEMFIT=off."
+        )
+    config: dict[str, Any] = strategy.config
+    return config
+
+
+def _put_back(config: dict[str, Any], before: dict[str, Any]) -> None:
+    config.clear()
+    config.update(copy.deepcopy(before))
+
+
+def _count(zero: dict[str, Any], *names: str) -> int | None:
+    value = next((zero[name] for name in names if name in zero), None)
+    return None if value in (None, "auto") else int(value)
+
+
+def _device_of(zero: dict[str, Any], name: str) -> Literal["cpu", "nvme"] | None:
+    device = (zero.get(name) or {}).get("device")
+    return None if device in (None, "none") else device
+
+
+def _is_divided(module: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())

@@ -1,0 +1,152 @@
+"""DeepSpeed's engine under MemFit's slices: when gradients are exchanged, what a loss counts, who steps.
+
+Adapter for Lightning's ``DeepSpeedStrategy.handles_gradient_accumulation`` and ``block_backward_sync``, for
+``fit_loop._should_accumulate``, and for
+DeepSpeed's ``DeepSpeedEngine.set_gradient_accumulation_boundary``, ``step`` and ``managed_gradient_accumulation``,
+``ZeROOptimizer.override_loss_scale``, ``loss_scale`` and ``custom_loss_scaler``.
+
+Left alone, Lightning divides each loss by A and DeepSpeed does once more, and a last window of fewer than A batches is
+never stepped. So the engine is told of an accumulation of 1 (``deepspeed_config.write_config``), Lightning's loop that
+the strategy accumulates nothing, and the engine, slice by slice, whether a step follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.undo import Undo, set_instance_attribute
+
+_ENGINE_NAMES = ("set_gradient_accumulation_boundary", "managed_gradient_accumulation", "step", "optimizer")
+_OPTIMIZER_NAMES = ("override_loss_scale", "loss_scale", "custom_loss_scaler")
+
+
+class ZeroExchange:
+    """ZeRO: in stage 1 once an optimizer step, in stages 2 and 3 in the backward of every slice.
+
+    Stages 2 and 3 divide gradients as they come, so that each backward is one of all ranks.
+    """
+
+    settles = False
+
+    def __init__(self, strategy: Any) -> None:
+        """Of a strategy whose model is, or will be, DeepSpeed's engine."""
+        self._strategy = strategy
+
+    @property
+    def in_every_slice(self) -> bool:
+        """Whether every slice's backward waits for the other ranks."""
+        stage: int = self._strategy.config["zero_optimization"]["stage"]
+        return stage > 1
+
+    @contextmanager
+    def around_slice(self, *, is_last: bool) -> Iterator[None]:
+        """Tell the engine whether the optimizer steps behind this slice.
+
+        Raises:
+            UnsupportedError: if the engine's accumulation is not one that can be told.
+        """
+        engine = engine_of(self._strategy)
+        trainer = self._strategy.lightning_module.trainer
+        engine.set_gradient_accumulation_boundary(is_last and not trainer.fit_loop._should_accumulate())
+        yield
+
+    def never(self) -> AbstractContextManager[Any] | None:
+        """There is no step of one rank alone."""
+        return None
+
+    def held_bytes(self) -> int:
+        """Of stage 3 the bucket, which is there all the time; in stages 1 and 2 it comes with the first gradient."""
+        buckets = getattr(engine_of(self._strategy).optimizer, "ipg_buckets", {})
+        held = [each.buffer for each in buckets.values() if not isinstance(each.buffer, list)]
+        return sum(buffer.numel() * buffer.element_size() for buffer in held if buffer is not None)
+
+    def rescale(self, optimizer: Any, factor: float) -> None:
+        """Multiply all gradients of the step at hand, wherever the engine keeps them.
+
+        It divides them by the loss scale while it steps, and takes the clipped norm of what comes out: for this one
+        step the scale is another.
+
+        Args:
+            optimizer: of no interest: the gradients are the engine's.
+            factor: above 0.
+        """
+        engine = engine_of(self._strategy)
+        inner = engine.optimizer
+        scale, was_custom, step = inner.loss_scale, inner.custom_loss_scaler, engine.step
+        external = inner.external_loss_scale
+        inner.override_loss_scale(scale / factor)
+
+        def step_once(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                inner.custom_loss_scaler, inner.external_loss_scale = was_custom, external
+                undo()
+
+        undo = set_instance_attribute(engine, "step", step_once)
+
+
+def engine_of(strategy: Any) -> Any:
+    """DeepSpeed's engine, once the strategy has built it.
+
+    Raises:
+        UnsupportedError: if this release of DeepSpeed has other names, or its accumulation is the caller's.
+    """
+    engine = strategy.model
+    missing = [f"DeepSpeedEngine.{name}" for name in _ENGINE_NAMES if not hasattr(engine, name)]
+    if not missing:
+        missing = [f"ZeROOptimizer.{name}" for name in _OPTIMIZER_NAMES if not hasattr(engine.optimizer, name)]
+    if missing:
+        raise UnsupportedError(
+            f"{type(engine).__module__}.{type(engine).__qualname__} has no {', '.join(missing)}, by which MemFit tells "
+            "when gradients are complete: this release of DeepSpeed changed it, or the engine is not built yet. Use "
+            "DeepSpeed 0.19, or set MEMFIT=off."
+        )
+    if not engine.managed_gradient_accumulation():
+        raise UnsupportedError(
+            "managed_gradient_accumulation=false in your DeepSpeed configuration: the engine cannot be told when "
+            "gradients are complete. Leave it out."
+        )
+    return engine
+
+
+def let_lightning_accumulate(strategy: Any) -> Undo:
+    """Let Lightning's loop count batches: it steps on every A-th and on the last one, and on no other.
+
+    The strategy's class is exchanged for one of the same name, which says so and no longer asks the engine for
+    ``no_sync``: stages 2 and 3 have none.
+
+    Args:
+        strategy: Lightning's for DeepSpeed.
+
+    Raises:
+        UnsupportedError: if this release of Lightning has no such property.
+    """
+    kind = type(strategy)
+    if not isinstance(getattr(kind, "handles_gradient_accumulation", None), property):
+        raise UnsupportedError(
+            f"{kind.__module__}.{kind.__qualname__} has no property handles_gradient_accumulation, by which Lightning "
+            "leaves steps to DeepSpeed: this release changed it. Use Lightning 2.5 or 2.6, or set MEMFIT=off."
+        )
+    counted = strategy.__class__ = _counted_by_lightning(kind)
+
+    def undo() -> None:
+        if type(strategy) is counted:
+            strategy.__class__ = kind
+
+    return undo
+
+
+def _counted_by_lightning(kind: type[Any]) -> type[Any]:
+    namespace = {
+        "handles_gradient_accumulation": property(lambda strategy: False, doc="Lightning's loop does."),
+        # Around batches that only accumulate: what is exchanged there, ZeroExchange tells the engine.
+        "block_backward_sync": lambda strategy: nullcontext(),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), namespace)

@@ -1,0 +1,177 @@
+"""Runs under DeepSpeed's ZeRO on two ranks: MemFit's slices without its planning, and Lightning's own way."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memfit.apply.deepspeed_config import make_deepspeed_delegate, write_config
+from lightning_memfit.apply.deepspeed_engine import let_lightning_accumulate
+from lightning_memfit.apply.gradient_exchange import exchange_of
+from lightning_memfit.apply.micro_batches import Slicer
+from lightning_memfit.apply.precision import DelegatingPrecision
+from lightning_memfit.apply.sharding import ranks_of, sharding_of
+from lightning_memfit.plan import BatchSplit, Offload
+from lightning_memfit.sharding import ZeroStage
+from tests.ranks.cpu_deepspeed import CPUDeepSpeed
+from tests.ranks.ddp_programs import RANKS, Case, Net, loader_of, net_of
+
+_SHORT_WINDOW = {"micro_batch_size": 3, "accumulate": 2, "samples": 8 * RANKS * 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroCase(Case):
+    """One run under ZeRO."""
+
+    stage: ZeroStage = 2
+    offload: Offload = "never"
+    clip_norm: float | None = None
+
+
+CASES: dict[str, ZeroCase] = {
+    **{f"stage {stage}": ZeroCase(stage=stage, epochs=7, **_SHORT_WINDOW) for stage in (1, 2, 3)},
+    **{
+        f"stage {stage} offloaded": ZeroCase(stage=stage, epochs=7, offload="optimizer", **_SHORT_WINDOW)
+        for stage in (1, 2, 3)
+    },
+    "a short last batch": ZeroCase(micro_batch_size=3, accumulate=2, samples=8 * RANKS * 2 + 5 * RANKS),
+    "one slice, accumulated": ZeroCase(micro_batch_size=8, accumulate=3, samples=8 * RANKS * 4),
+    "clipped": ZeroCase(stage=2, clip_norm=0.05, epochs=7, **_SHORT_WINDOW),
+    "tokens": ZeroCase(stage=2, tokens=True, micro_batch_size=3, accumulate=2),
+    "small buckets": ZeroCase(stage=3, epochs=7, **_SHORT_WINDOW),
+}
+
+
+class Delegating(DelegatingPrecision, Precision):
+    """What MemFit is to a strategy: writes a plan into its configuration in ``convert_module``."""
+
+    def __init__(self, case: ZeroCase) -> None:
+        super().__init__(make_deepspeed_delegate("16-mixed", namespace="lightning.pytorch"))
+        self.case = case
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        trainer: Any = module.trainer
+        self.delegate = make_deepspeed_delegate("32-true", namespace="lightning.pytorch")
+        sharding = sharding_of(trainer)
+        assert sharding is not None
+        write_config(
+            trainer.strategy,
+            precision="32-true",
+            sharding=dataclasses.replace(sharding, zero_stage=self.case.stage, reduce_bucket_elements=300),
+            offload=self.case.offload,
+            micro_batch_size=self.case.micro_batch_size,
+            module=module,
+        )
+        let_lightning_accumulate(trainer.strategy)
+        converted: nn.Module = self.delegate.convert_module(module)
+        return converted
+
+
+class Sliced(lightning.Callback):
+    """Divides batches as MemFit would."""
+
+    def __init__(self, case: ZeroCase) -> None:
+        self.case = case
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        size, largest = self.case.loader_batch_size, self.case.micro_batch_size
+        count = -(-size // largest)
+        split = BatchSplit(
+            effective_batch_size=self.case.effective_batch_size,
+            ranks=RANKS,
+            loader_batch_size=size,
+            accumulate_grad_batches=self.case.accumulate,
+            slice_sizes=tuple(size // count + (index < size % count) for index in range(count)),
+        )
+        Slicer(
+            trainer=trainer,
+            module=pl_module,
+            split=split,
+            loss_weight="tokens" if self.case.tokens else "samples",
+            ranks=ranks_of(trainer),
+            exchange=exchange_of(trainer.strategy),
+        ).apply()
+
+
+def train(case: ZeroCase, rank: int, folder: str) -> dict[str, Any]:
+    """One fit on one rank."""
+    net = net_of(case)
+    trainer = trainer_of(case, folder, plugins=[Delegating(case)], callbacks=[Sliced(case)])
+    trainer.fit(net, loader_of(case, rank))
+    return {"weights": whole_weights(net), "losses": net.losses, "steps": trainer.global_step}
+
+
+def trainer_of(case: ZeroCase, folder: str, **more: Any) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=CPUDeepSpeed(stage=case.stage, logging_level=logging.ERROR),
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip_norm,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        **more,
+    )
+
+
+def whole_weights(net: nn.Module) -> dict[str, torch.Tensor]:
+    """Of every parameter, gathered where it is divided."""
+    import deepspeed
+
+    parameters = list(net.parameters())
+    divided = [each for each in parameters if hasattr(each, "ds_id")]
+    with deepspeed.zero.GatheredParameters(divided, enabled=bool(divided)):
+        return {name: each.detach().float().clone() for name, each in net.named_parameters()}
+
+
+class Constant(lightning.LightningModule):
+    """A gradient of 1 with every batch: the weight tells how far each step went."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight.sum() * batch[0].mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def run_constant(*, with_memfit: bool, folder: str) -> float:
+    """Ten batches, four to a step, under ZeRO 2; the weight at the end."""
+    case = ZeroCase(stage=2, accumulate=4, loader_batch_size=2, micro_batch_size=1, epochs=1)
+    more: dict[str, Any] = {"plugins": [Delegating(case)], "callbacks": [Sliced(case)]} if with_memfit else {}
+    module = Constant()
+    data = TensorDataset(torch.ones(20, 1))
+    trainer = trainer_of(case, folder, **more)
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    return float(whole_weights(module)["weight"])
+
+
+def run_cases(rank: int) -> dict[str, Any]:
+    """Every case, one after the other."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = {name: train(case, rank, folder) for name, case in CASES.items()}
+        found["constant"] = run_constant(with_memfit=True, folder=folder)
+        found["constant, Lightning alone"] = run_constant(with_memfit=False, folder=folder)
+        return found
+
+
+__all__ = ["CASES", "Net", "ZeroCase", "run_cases"]
