@@ -23,6 +23,7 @@ from lightning_memfit.hardware.detect import detect_device
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.no_fit import NoFit
 from lightning_memfit.plan import Measurement, MemoryBreakdown, Plan, Sharding
+from lightning_memfit.sharded_model import fully_shard
 from lightning_memfit.strategy_choice import choose_strategy
 from lightning_memfit.sweep_objective import objective
 from lightning_memfit.trace.timeline import Timeline
@@ -53,6 +54,7 @@ __all__ = [
     "choose_strategy",
     "detect_device",
     "forecast",
+    "fully_shard",
     "make_plan",
     "objective",
     "trace_step",

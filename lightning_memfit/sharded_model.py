@@ -5,6 +5,7 @@ Adapter for ``torch.distributed.fsdp``, which is imported where it is needed: fo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -112,12 +113,21 @@ def shard_one(
 
 def run_steps_as_forward(module: nn.Module) -> None:
     """Let the step methods of a sharded ``LightningModule`` gather its parameters, as ``forward`` does."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
     for name in STEP_METHODS:
         method = getattr(module, name, None)
         if callable(method) and name not in vars(module) and not _is_lightnings_own(method):
-            register_fsdp_forward_method(module, name)
+            run_as_forward(module, name)
+
+
+def run_as_forward(module: nn.Module, name: str) -> None:
+    """Let one method of a sharded module gather its parameters; it tells its own signature, as torch's does not."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    signature = inspect.signature(getattr(module, name))
+    register_fsdp_forward_method(module, name)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    in_place: Any = getattr(module, name)
+    in_place.__func__.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
 
 
 def is_sharded(part: nn.Module) -> TypeGuard[FSDPModule]:

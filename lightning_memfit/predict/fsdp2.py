@@ -19,7 +19,7 @@ Compared with torch's own engine, followed on fakes, in ``tests/predict/test_fsd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -45,6 +45,7 @@ def fsdp2_timeline(
     *,
     collectives: Collectives = "nccl",
     slices_per_batch: int | None = None,
+    root_returns_loss: bool | None = None,
 ) -> Timeline:
     """The step of the first rank, which holds most where rows cannot be divided evenly.
 
@@ -56,6 +57,10 @@ def fsdp2_timeline(
         collectives: what exchanges between ranks.
         slices_per_batch: slices of one Lightning batch; by default all of the window. It matters where gradients are
             exchanged once per batch and there are several batches.
+        root_returns_loss: whether the loss is computed within the group ``""``, as by the ``training_step`` of a
+            ``LightningModule`` that :func:`~lightning_memfit.sharded_model.fully_shard` was called on, if it calls its
+            parts and not itself. By default the timeline's calls tell; where it has none, ``True``, with which a rank
+            is not said to need too little.
 
     Raises:
         UnsupportedError: if the sharding is none of FSDP2, the timeline does not tell its parameters, or one of them
@@ -63,8 +68,8 @@ def fsdp2_timeline(
 
     Ignores: a mixed-precision policy of torch's (autocast is in the timeline already); groups of several modules;
     modules that one group calls twice in a row, which count as one call; that clipping works on shares; tensors of
-    some bytes with which torch describes the ranks. Where a forward or a loss runs operators outside of every module it
-    calls, the moment at which the outermost group begins its backward is told by the first operator of a module.
+    some bytes with which torch describes the ranks. Where the loss is computed outside of the root, the root's
+    backward begins with the first operator of a module that the root calls.
     """
     if sharding.engine != "fsdp2":
         raise UnsupportedError(f"{sharding.label} is not FSDP2.")
@@ -74,9 +79,10 @@ def fsdp2_timeline(
     window = timeline if optimizer_step is None else with_optimizer_step(timeline, optimizer_step)
     shares = shares_by_storage(timeline, groups)
     per_batch = slices_per_batch or timeline.micro_steps
-    rank = _Rank(window, groups, sharding, collectives, per_batch)
+    rank = _Rank(window, groups, sharding, collectives, per_batch, _root_ends(timeline, root_returns_loss))
     for index, event in enumerate(window.events):
         rank.pass_on(index, event)
+    rank.finish()
     residents = tuple(
         each._replace(allocated_bytes=shares[each.storage])
         if each.category in ("parameters", "gradients") and each.storage in shares
@@ -123,6 +129,7 @@ class _Rank:
         sharding: Sharding,
         collectives: Collectives,
         slices_per_batch: int,
+        root_ends: Mapping[int, int],
     ) -> None:
         self.events: list[Event] = []
         self.categories: dict[int, Category] = {}
@@ -143,7 +150,7 @@ class _Rank:
         self._reduced: int | None = None
         self._whole: dict[int, int] = {}
         self._held_whole: set[int] = set()
-        self._ends = _root_ends(window)
+        self._ends = root_ends
         self._defers = sharding.synchronisation == "step" and slices_per_batch > 1
         self._earlier_batches = self._defers and window.micro_steps > slices_per_batch
 
@@ -166,6 +173,11 @@ class _Rank:
         for output in event.outputs:
             if output.storage in self._window.gradient_of:
                 self._hold(output.storage, self._window.gradient_of[output.storage])
+
+    def finish(self) -> None:
+        """There are no more events."""
+        if self._phase == "backward":
+            self._end_backward()
 
     def _pass_free(self, event: Free) -> None:
         if event.storage in self._held_whole:
@@ -200,9 +212,8 @@ class _Rank:
     # Forward
 
     def _forward(self, index: int, event: Operation) -> None:
-        around = self._around(event.module)
-        if index >= self._ends.get(event.micro_step, len(self._window.events)):
-            around = []
+        is_behind = index >= self._ends.get(event.micro_step, len(self._window.events))
+        around = [] if is_behind else self._around(event.module)
         self._close_forward(around)
         for group in around:
             if group not in self._open:
@@ -224,14 +235,14 @@ class _Rank:
     # Backward
 
     def _backward(self, event: Operation) -> None:
-        if not event.module and event.micro_step in self._ends and not self._root_has_begun:
-            return  # of the loss, which is not computed in the root
-        if not self._root_has_begun and self._order:
+        around = self._around(event.module)
+        if not self._root_has_begun:
+            if not around or (not event.module and event.micro_step in self._ends):
+                return  # of the loss, which is not computed in the root
             self._root_has_begun = True
             self._begin_backward(self._order[-1])
         if not event.module:
             return  # autograd's own sums and stores, which end nothing
-        around = self._around(event.module)
         for group in reversed(self._groups):
             if self._states[group.name].in_backward and group not in around and group is not self._order[-1]:
                 self._end_group(group)
@@ -349,20 +360,19 @@ class _Rank:
             self._free(self._allocate(op, num_bytes, "communication", group))
 
 
-def _root_ends(window: Timeline) -> dict[int, int]:
+def _root_ends(window: Timeline, root_returns_loss: bool | None) -> Mapping[int, int]:
     """By slice: index of the first event behind the root's forward, where the loss is computed outside of it."""
+    if root_returns_loss is None and not window.calls:
+        root_returns_loss = True
+    if root_returns_loss:
+        return {}
     called = {call.micro_step: call.end_event for call in window.calls if not call.module and not call.recomputed}
-    if window.calls:
-        return called
-    return dict(_behind_the_last_module(window))
+    return called if window.calls else dict(_behind_the_last_module(window))
 
 
 def _behind_the_last_module(window: Timeline) -> Iterator[tuple[int, int]]:
     last: dict[int, int] = {}
-    behind: dict[int, bool] = {}
     for index, event in enumerate(window.events):
-        if isinstance(event, Operation) and event.phase == "forward":
-            if event.module:
-                last[event.micro_step] = index + 1
-            behind[event.micro_step] = not event.module
-    return ((step, end) for step, end in last.items() if behind[step])
+        if isinstance(event, Operation) and event.phase == "forward" and event.module:
+            last[event.micro_step] = index + 1
+    return iter(last.items())

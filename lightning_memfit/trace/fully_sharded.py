@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memfit.sharded_model import group_modules, run_steps_as_forward, shard_one
+from lightning_memfit.sharded_model import group_modules, run_as_forward, run_steps_as_forward, shard_one
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.collectives import Collectives
 from lightning_memfit.trace.fake_ranks import fake_ranks
 from lightning_memfit.trace.tracer import StepTracer
-from lightning_memfit.trace.whole_module import RegisteredMethods, leave
+from lightning_memfit.trace.whole_module import leave
 
 
 @contextmanager
@@ -56,16 +56,10 @@ def fully_sharded(
         if tracer.registered_methods is None:
             run_steps_as_forward(module)
         else:
-            _register(tracer.registered_methods)
+            for part, names in tracer.registered_methods.items():
+                for name in names:
+                    run_as_forward(part, name)
         yield
-
-
-def _register(methods: RegisteredMethods) -> None:
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    for part, names in methods.items():
-        for name in names:
-            register_fsdp_forward_method(part, name)
 
 
 @contextmanager

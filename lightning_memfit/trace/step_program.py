@@ -133,6 +133,7 @@ def takes_batch_idx(step: Callable[..., Any]) -> bool:
 
     Source: ``is_param_in_hook_signature`` of ``lightning/pytorch/utilities/signature_utils.py``, 2.6.
     """
+    step = getattr(step, "__wrapped__", step)  # as Lightning does: of a method put in its place, the method itself
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
     by_position = [kind for kind in kinds if kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     return Parameter.VAR_POSITIONAL in kinds or len(by_position) >= 2

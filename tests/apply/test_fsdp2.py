@@ -1,0 +1,149 @@
+"""What is read from a module that ``fully_shard`` spread, what is refused, and when gradients are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as shard
+from torch.distributed.tensor import Shard
+
+from lightning_memfit.apply.fsdp2 import (
+    Fsdp2Exchange,
+    deferred_bytes,
+    is_fully_sharded,
+    mixed_precision_of,
+    reason_states_not_quantised,
+    sharding_of,
+)
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.sharded_model import fully_shard
+from lightning_memfit.sharding import Sharding
+from lightning_memfit.trace.fake_ranks import fake_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_ranks(4) as ranks:
+        yield ranks
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_sharded_module_tells_how_it_was_sharded(mesh: DeviceMesh, reshard: bool) -> None:
+    module = blocks()
+    assert not is_fully_sharded(module) and sharding_of(module) is None and deferred_bytes(module) == 0
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    expected = Sharding(
+        engine="fsdp2",
+        ranks=4,
+        synchronisation="slice",
+        shard_groups=("", "0", "1"),
+        reshard_after_forward=reshard,
+    )
+    assert is_fully_sharded(module) and sharding_of(module) == expected
+    module(torch.zeros(1, 8)).sum().backward()  # torch decides some of it in the first forward
+    assert sharding_of(module) == expected
+
+
+def test_a_policy_of_mixed_precision_is_told_and_none_where_nothing_is_mixed(mesh: DeviceMesh) -> None:
+    plain = fully_shard(blocks(), mesh=mesh)
+    mixed = fully_shard(blocks(), mesh=mesh, mixed_precision=BF16)
+    assert mixed_precision_of(plain) is None and mixed_precision_of(mixed) == BF16
+
+
+def by_hand(module: nn.Sequential, mesh: DeviceMesh, **of_first: Any) -> nn.Sequential:
+    shard(module[0], mesh=mesh, **of_first)
+    shard(module[1], mesh=mesh)
+    shard(module, mesh=mesh)
+    return module
+
+
+def prefetching(mesh: DeviceMesh) -> nn.Module:
+    module = by_hand(blocks(), mesh)
+    module[0].set_modules_to_forward_prefetch([module[1]])
+    return module
+
+
+def kept_in_backward(mesh: DeviceMesh) -> nn.Module:
+    module = by_hand(blocks(), mesh)
+    module[1].set_reshard_after_backward(False)
+    return module
+
+
+def grouped(mesh: DeviceMesh) -> nn.Module:
+    module = blocks()
+    shard([module[0], module[1]], mesh=mesh)
+    shard(module, mesh=mesh)
+    return module
+
+
+REFUSED: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+    r"'0': it is offloaded to the host": lambda mesh: by_hand(
+        blocks(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    ),
+    r"'0': a parameter is divided along dimension 1": lambda mesh: by_hand(
+        blocks(), mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
+    ),
+    r"'': which groups are fetched ahead|'0': which groups are fetched ahead was set by hand": prefetching,
+    r"'1': resharding after, or gathering in, the backward was switched off": kept_in_backward,
+    r"2 modules are one group": grouped,
+    r"2 mixed-precision policies in one module": lambda mesh: by_hand(blocks(), mesh, mp_policy=BF16),
+    r"reshard_after_forward differs between groups: False for \['0'\], True for \['1'\]": lambda mesh: by_hand(
+        blocks(), mesh, reshard_after_forward=False
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_forecast_is_refused_with_the_module_and_the_reason(mesh: DeviceMesh, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        sharding_of(REFUSED[words](mesh))
+
+
+def reducing(module: nn.Module) -> list[bool]:
+    return [part._get_fsdp_state()._fsdp_param_group.reduce_grads for part in (module[0], module[1], module)]  # type: ignore[index, operator, union-attr]
+
+
+def test_gradients_are_exchanged_after_every_slice_or_wait_for_the_last(mesh: DeviceMesh) -> None:
+    module = fully_shard(blocks(), mesh=mesh)
+    for synchronisation, exchanged in (("slice", True), ("step", False)):
+        exchange = Fsdp2Exchange(module, synchronisation=synchronisation)  # type: ignore[arg-type]
+        with exchange.around_slice(is_last=False):
+            assert reducing(module) == [exchanged] * 3
+        with exchange.around_slice(is_last=True):
+            assert reducing(module) == [True] * 3
+        with pytest.raises(ZeroDivisionError), exchange.around_slice(is_last=False):
+            raise ZeroDivisionError
+        assert reducing(module) == [True] * 3
+        assert exchange.never() is None and exchange.held_bytes() == 0 and not exchange.settles
+
+
+def test_waiting_gradients_are_whole_and_in_the_dtype_that_is_reduced(mesh: DeviceMesh) -> None:
+    numbers = 2 * (8 * 8 + 8) + 8 * 4 + 4
+    assert deferred_bytes(fully_shard(blocks(), mesh=mesh)) == 4 * numbers
+    assert deferred_bytes(fully_shard(blocks(), mesh=mesh, mixed_precision=BF16)) == 4 * numbers
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert deferred_bytes(fully_shard(blocks(), mesh=mesh, mixed_precision=half)) == 2 * numbers
+    frozen = blocks()
+    frozen[2].requires_grad_(False)
+    assert deferred_bytes(fully_shard(frozen, mesh=mesh)) == 4 * 2 * (8 * 8 + 8)
+
+
+def test_states_in_8_bits_are_refused_under_fully_shard_alone() -> None:
+    """Reported in bitsandbytes-foundation/bitsandbytes#1633."""
+    assert reason_states_not_quantised(None) is None
+    assert reason_states_not_quantised(Sharding(engine="ddp", ranks=2)) is None
+    assert reason_states_not_quantised(Sharding(engine="deepspeed", ranks=2, zero_stage=3)) is None
+    reason = reason_states_not_quantised(Sharding(engine="fsdp2", ranks=2, shard_groups=("",)))
+    assert reason == "fully_shard makes parameters DTensors, which bitsandbytes cannot step"

@@ -1,0 +1,276 @@
+"""One rank's step derived from one device's: against torch's own engine on fakes, and against numbers by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_memfit.applied_in_a_trace import checkpointed
+from lightning_memfit.batch_tree import split_by_sizes
+from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.plan import MemoryBreakdown
+from lightning_memfit.predict.fsdp2 import fsdp2_timeline
+from lightning_memfit.predict.memory import predict_memory
+from lightning_memfit.search.checkpointing import find_repeated_blocks
+from lightning_memfit.sharding import Sharding
+from lightning_memfit.trace.step_program import StepProgram, program_of
+from lightning_memfit.trace.timeline import Free, Operation, Timeline
+from lightning_memfit.trace.training_step import trace_window
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Block(nn.Module):
+    """A residual block, so that autograd adds two gradients behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tied embeddings around blocks."""
+
+    def __init__(self, words: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Around(nn.Module):
+    """Calls a network and not itself, as the training_step of a LightningModule does."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.net = network
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        return next_word(self.net, ids)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SGD(self.parameters())
+
+
+def next_word(module: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(module(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def program(words: int = 101, width: int = 24, depth: int = 2) -> StepProgram:
+    return program_of(Net(words, width, depth), loss=next_word, optimizer=SGD)
+
+
+def spread(program: StepProgram, ranks: int, **settings: Any) -> Sharding:
+    groups = (*find_repeated_blocks(program.module), "")
+    return Sharding(engine="fsdp2", ranks=ranks, **{"synchronisation": "slice", "shard_groups": groups} | settings)
+
+
+def peaks(timeline: Timeline) -> MemoryBreakdown:
+    return predict_memory(timeline)
+
+
+def both(
+    program: StepProgram,
+    sharding: Sharding,
+    *,
+    samples: int = 6,
+    slices: int = 1,
+    accumulate: int = 1,
+    recomputed: bool = False,
+) -> tuple[Timeline, Timeline]:
+    """The step of one rank without its optimizer's step: derived, and traced."""
+    ids = torch.zeros(samples, 16, dtype=torch.long)
+    trace = partial(
+        trace_window,
+        program,
+        ids,
+        divide=lambda batch: split_by_sizes(batch, (samples // slices,) * slices),
+        micro_steps=slices * accumulate,
+        collect_signatures=False,
+        steps=False,
+    )
+    with checkpointed(program.module, find_repeated_blocks(program.module) if recomputed else ()):
+        whole, traced = trace(), trace(sharding=sharding)
+    return fsdp2_timeline(whole, sharding, collectives="gloo", slices_per_batch=slices), traced
+
+
+def without_copies_of_gradients(timeline: Timeline) -> Timeline:
+    """What a trace without operator probes cannot see: gradients filled up to whole rows in front of the exchange."""
+    hidden = {
+        output.storage
+        for event in timeline.events
+        if isinstance(event, Operation) and event.op == "fsdp.chunk_cat"
+        for output in event.outputs
+    }
+    events = (e for e in timeline.events if not isinstance(e, Operation) or e.op != "fsdp.chunk_cat")
+    return replace(timeline, events=tuple(e for e in events if not isinstance(e, Free) or e.storage not in hidden))
+
+
+def test_every_rank_count_and_setting_gives_the_peaks_of_torchs_own_engine() -> None:
+    for ranks, settings_, more in (
+        (2, {}, {}),
+        (3, {}, {"slices": 2}),
+        (8, {"reshard_after_forward": False}, {"slices": 3}),
+        (64, {}, {"slices": 2, "recomputed": True}),
+        (1000, {}, {"accumulate": 2}),
+        (2, {"synchronisation": "step"}, {"slices": 3}),
+        (4, {"synchronisation": "step"}, {"slices": 2, "accumulate": 2, "recomputed": True}),
+        (1, {}, {}),
+    ):
+        step = program()
+        derived, traced = both(step, spread(step, ranks, **settings_), **more)
+        assert peaks(without_copies_of_gradients(derived)).by_phase == peaks(traced).by_phase, (ranks, settings_, more)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    ranks=st.integers(1, 12), words=st.integers(5, 60), width=st.integers(3, 40), depth=st.integers(2, 3),
+    slices=st.sampled_from((1, 2, 3)), reshard=st.booleans(), recomputed=st.booleans(),
+)  # fmt: skip
+def test_any_small_model_gives_the_peaks_of_torchs_own_engine(
+    ranks: int, words: int, width: int, depth: int, slices: int, reshard: bool, recomputed: bool
+) -> None:
+    step = program(words, width, depth)
+    sharding = spread(step, ranks, reshard_after_forward=reshard)
+    derived, traced = both(step, sharding, slices=slices, recomputed=recomputed)
+    wanted, found = peaks(traced), peaks(without_copies_of_gradients(derived))
+    assert found.peak_allocated_bytes == pytest.approx(wanted.peak_allocated_bytes, rel=0.002)
+
+
+def test_a_loss_within_the_root_is_told_apart_from_one_outside() -> None:
+    for in_root in (True, False):
+        network = Net(4000, 24, 3)
+        step = program_of(Around(network)) if in_root else program_of(network, loss=next_word, optimizer=SGD)
+        sharding = spread(step, 4)
+        whole = trace_window(step, torch.zeros(2, 16, dtype=torch.long), steps=False, collect_signatures=False)
+        derived, traced = both(step, sharding, samples=2)
+        assert peaks(derived).by_phase == peaks(traced).by_phase
+        # A timeline without calls, as derived ones are, is told; without a word more is counted, not less.
+        silent = replace(whole, calls=())
+        told = fsdp2_timeline(silent, sharding, collectives="gloo", root_returns_loss=in_root)
+        untold = fsdp2_timeline(silent, sharding, collectives="gloo")
+        assert peaks(told).by_phase == peaks(traced).by_phase
+        assert peaks(untold).peak_allocated_bytes >= peaks(traced).peak_allocated_bytes
+
+
+def test_a_root_that_is_a_module_inside_leaves_what_is_around_it_alone() -> None:
+    step = program_of(Around(Net(50, 16, 2)))
+    sharding = spread(step, 4, shard_groups=("net.blocks.0", "net.blocks.1", "net"))
+    derived, traced = both(step, sharding)
+    assert peaks(derived).by_phase == peaks(traced).by_phase
+
+
+def linear_of_two() -> tuple[Timeline, Sharding]:
+    """Two blocks of one 8 x 8 matrix and nothing else, on one sample."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(8, 8, bias=False)), nn.Sequential(nn.Linear(8, 8, bias=False)))
+    step = program_of(module, loss=lambda network, x: network(x).sum(), optimizer=SGD)
+    timeline = trace_window(step, torch.zeros(1, 8), steps=False, collect_signatures=False)
+    return timeline, Sharding(engine="fsdp2", ranks=4, synchronisation="slice", shard_groups=("0", "1", ""))
+
+
+def exchanged(timeline: Timeline) -> list[tuple[str, str, str, int]]:
+    """What the engine allocated: operator, group, phase, bytes."""
+    return [
+        (event.op, event.module, event.phase, event.outputs[0].allocated_bytes)
+        for event in timeline.events
+        if isinstance(event, Operation) and event.op.startswith(("fsdp", "gloo"))
+    ]
+
+
+def test_what_is_gathered_and_reduced_is_as_worked_out_by_hand() -> None:
+    timeline, sharding = linear_of_two()
+    # A matrix of 8 x 8 float32 is 256 bytes, its share over 4 ranks 2 rows of 32 bytes: 64.
+    assert exchanged(fsdp2_timeline(timeline, sharding)) == [
+        ("fsdp.all_gather", "0", "forward", 256),
+        ("fsdp.split_with_sizes_copy", "0", "forward", 256),
+        ("fsdp.all_gather", "1", "forward", 256),
+        ("fsdp.split_with_sizes_copy", "1", "forward", 256),
+        # The root has no parameters of its own, so that it gathers block 1 ahead for the backward.
+        ("fsdp.all_gather", "1", "backward", 256),
+        ("fsdp.split_with_sizes_copy", "1", "backward", 256),
+        ("fsdp.all_gather", "0", "backward", 256),
+        ("fsdp.reduce_scatter", "1", "backward", 256),
+        ("fsdp.reduce_scatter", "1", "backward", 64),
+        ("fsdp.split_with_sizes_copy", "0", "backward", 256),
+        ("fsdp.reduce_scatter", "0", "backward", 256),
+        ("fsdp.reduce_scatter", "0", "backward", 64),
+    ]
+
+
+def test_gloo_takes_a_copy_of_what_it_moves_and_nccl_takes_none() -> None:
+    timeline, sharding = linear_of_two()
+    inside = [
+        size for op, _, _, size in exchanged(fsdp2_timeline(timeline, sharding, collectives="gloo")) if op == "gloo"
+    ]
+    # Two gatherings in the forward, two in the backward, and two sums, with 12 bytes for the division by 4 ranks.
+    assert Counter(inside) == Counter({256: 4, 268: 2})
+
+
+def test_a_rank_holds_its_share_of_parameters_and_gradients() -> None:
+    timeline, sharding = linear_of_two()
+    for ranks, share in ((4, 64), (3, 96), (8, 32), (100, 32)):  # 8 rows over 3 ranks: 3 of 32 bytes; over 100: one
+        derived = fsdp2_timeline(timeline, replace(sharding, ranks=ranks))
+        held = Counter(dict.fromkeys(("parameters", "gradients"), 0))
+        for resident in derived.residents:
+            held[resident.category] += resident.allocated_bytes
+        assert held["parameters"] == held["gradients"] == 2 * share
+        assert [layout.size for layout in derived.parameters] == [(share // 32, 8)] * 2
+
+
+def test_the_optimizers_step_over_shares_takes_the_place_of_the_whole_one() -> None:
+    timeline, sharding = linear_of_two()
+    shares = nn.ParameterList(nn.Parameter(torch.zeros(2, 8)) for _ in range(2))
+    from lightning_memfit.trace.optimizer_step import trace_optimizer_step
+
+    step = trace_optimizer_step(program_of(shares, loss=lambda module, x: x, optimizer=SGD))
+    derived = fsdp2_timeline(timeline, sharding, step)
+    assert sum(r.allocated_bytes for r in derived.residents if r.category == "optimizer_states") == 2 * 64
+
+
+@pytest.mark.parametrize("make", [lambda: Sharding(engine="ddp", ranks=2)])
+def test_another_engine_is_refused(make: Callable[[], Sharding]) -> None:
+    with pytest.raises(UnsupportedError, match="DDP over 2 is not FSDP2"):
+        fsdp2_timeline(linear_of_two()[0], make())
+
+
+def test_a_parameter_that_is_a_single_number_is_refused_as_torch_refuses_it() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    step = program_of(Scaled(), loss=lambda module, x: module(x).sum(), optimizer=SGD)
+    timeline = trace_window(step, torch.zeros(2), steps=False)
+    with pytest.raises(UnsupportedError, match=r"scale is a single number. Give it one dimension: torch.zeros\(1\)."):
+        fsdp2_timeline(timeline, Sharding(engine="fsdp2", ranks=2, shard_groups=("",)))
+
+
+def test_a_timeline_that_does_not_tell_its_parameters_is_refused() -> None:
+    timeline, sharding = linear_of_two()
+    with pytest.raises(UnsupportedError, match="does not tell its parameters"):
+        fsdp2_timeline(replace(timeline, parameters=()), sharding)
