@@ -28,7 +28,9 @@ from lightning_memfit.real_steps import RealSteps
 from lightning_memfit.run_key import corrections_key, plan_key, run_words
 from lightning_memfit.steps_of_all_ranks import Steps, StepsOfAllRanks, as_told, follow
 from lightning_memfit.undo import set_instance_attribute
+from lightning_memfit.validate.arrived_batch import ArrivedBatch
 
+_COMPARE = "compare slices"
 _DISPROVED = 4
 """Predicted over measured seconds of a step from which on the device's rates are taken to be wrong. (Below, it may be
 what a prediction leaves out: callbacks, logging, Lightning's own loop.)"""
@@ -111,9 +113,18 @@ class FitSession:
             if self._ranks.count > 1:
                 self._prepared = looked.own.agreed(looked.all, self._ranks.from_rank)
             self.plan = self._ranks.led(
-                lambda: self._plan_for_all(deadline, announce, given, resumed), doing="planning for all ranks"
+                lambda: self._plan_for_all(deadline, announce, given, resumed),
+                doing="planning for all ranks",
+                together={_COMPARE: self._compare_slices},
             )
         return self.plan
+
+    def _compare_slices(self, asked: tuple[ArrivedBatch, int]) -> str | None:
+        """On every rank: compare slices of one batch, whose forwards gather parameters from all of them."""
+        arrived, micro_batch_size = asked
+        prepared = replace(self._looked_at, arrived=arrived)
+        with random_state_kept(), prepared.as_planned():
+            return prepared.guard.compare_slices(micro_batch_size)
 
     def _look(self) -> Preparation:
         """What this rank sees."""
@@ -134,7 +145,17 @@ class FitSession:
         self, deadline: float | None, announce: Announce, given: Plan | None, resumed: Mapping[str, Any] | None
     ) -> Plan:
         assert self._prepared is not None
-        self._planning = Planning(self._prepared, deadline=deadline, announce=announce)
+        arrived = self._prepared.arrived
+        self._planning = Planning(
+            self._prepared,
+            deadline=deadline,
+            announce=announce,
+            compare_slices=(
+                (lambda micro_batch_size: self._ranks.call(_COMPARE, (arrived, micro_batch_size)))
+                if self._prepared.gathers
+                else None
+            ),
+        )
         self._recall(self._planning)
         return self._planning.known_plan(given, resumed) or self._planned_once(self._planning, announce)
 

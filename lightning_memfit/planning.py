@@ -40,18 +40,28 @@ class Planning:
         fingerprint: what a plan for this run is made for.
     """
 
-    def __init__(self, prepared: Preparation, *, deadline: float | None, announce: Announce) -> None:
+    def __init__(
+        self,
+        prepared: Preparation,
+        *,
+        deadline: float | None,
+        announce: Announce,
+        compare_slices: Callable[[int], str | None] | None = None,
+    ) -> None:
         """Find out what may be chosen.
 
         Args:
             prepared: what was looked at.
             deadline: ``time.monotonic()`` at which planning has used its time; ``None`` for no limit.
             announce: is told of every candidate before its forecast.
+            compare_slices: why slices of at most so many samples differ from the whole, ``None`` if they do not; by
+                default what the guard of ``prepared`` says.
 
         Raises:
             ConfigurationError: if a pinned lever cannot be had.
         """
         self.announce = announce
+        self._compare_slices = compare_slices
         self.contenders: tuple[Forecast, ...] = ()
         self.corrections: dict[Candidate, int] = {}
         self.measured_corrections: dict[Candidate, int] = {}
@@ -234,7 +244,8 @@ class Planning:
 
     def _obstacle_to_slices_of(self, micro_batch_size: int) -> str | None:
         self.announce("comparing slices with the undivided batch")
-        return self.prepared.guard.compare_slices(micro_batch_size)
+        compare = self._compare_slices or self.prepared.guard.compare_slices
+        return compare(micro_batch_size)
 
     def _obstacle_to_slices_in(self, plan: Plan) -> str | None:
         """Why a plan that was made before must not slice this run's batches; ``None`` if it may, or does not."""

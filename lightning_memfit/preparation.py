@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_memfit.agreement import RankFacts, check_agreement, most_demanding, poorest
+from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
 from lightning_memfit.apply.length_cap import at_max_length
@@ -155,6 +156,11 @@ class Preparation:
         return 1 if self.sharding is None else self.sharding.ranks
 
     @property
+    def gathers(self) -> bool:
+        """Whether a forward needs the other ranks, which hold parts of the parameters."""
+        return self.sharding is not None and self.sharding.engine == "fsdp2"
+
+    @property
     def _plain(self) -> Candidate:
         return Candidate(precision=self.request.precision or "32-true", split=self._whole, sharding=self.sharding)
 
@@ -179,6 +185,7 @@ class Preparation:
             batch=self._beside_module(self.arrived.batch),
             allow_inexact_slicing=self.request.allow_inexact_slicing,
             uneven_batches=self.loader.uneven_batches,
+            with_other_ranks=self.gathers,
         )
 
     def _beside_module(self, batch: Any) -> Any:
@@ -298,6 +305,10 @@ class Preparation:
             ConfigurationError: if a pinned lever cannot be had.
         """
         facts = self._optimizer_facts()
+        implementations, states_reason = facts.implementations, facts.quantisation_obstacle
+        if self.gathers:
+            implementations = fsdp2.steppable_implementations(facts.name, implementations)
+            states_reason = states_reason or fsdp2.reason_states_not_quantised(self.sharding)
         found = recomputable(self.module, self.request.activation_checkpointing, self.recomputed)
         mixing_obstacle = None
         if self.trainer.gradient_clip_val and facts.unscales_by_itself:
@@ -311,8 +322,8 @@ class Preparation:
             slicing_reason=slicing_obstacle,
             precisions=("32-true",) if mixing_obstacle else device_precisions(self.device),
             precision_reason=mixing_obstacle,
-            implementations=facts.implementations,
-            states_reason=facts.quantisation_obstacle,
+            implementations=implementations,
+            states_reason=states_reason,
             states_left=facts.left_as_configured,
             gradients_reason=None if self.module.automatic_optimization else MANUAL_ZEROING,
             sharding=self.sharding,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,6 +30,11 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 """How long a rank waits for the others where the strategy says nothing; torch's own default for gloo and NCCL."""
 _BROKEN = ("gloo/transport", "gloo::", "nccl error", "connection closed by peer", "connection reset by peer")
 _groups = itertools.count()  # every rank forms them in the same order, so that their numbers agree
+
+
+Together = Mapping[str, Callable[[Any], Any]]
+"""By name, what every rank does when the leader asks for it."""
+_NOTHING: Together = {}
 
 
 class Ranks(Protocol):
@@ -51,8 +56,11 @@ class Ranks(Protocol):
     def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = ...) -> Told[T]:
         """Run ``work`` on every rank; an error of one ends it on all."""
 
-    def led(self, work: Callable[[], T], *, doing: str) -> T:
+    def led(self, work: Callable[[], T], *, doing: str, together: Together = ...) -> T:
         """Run ``work`` on the leader; every rank gets its result or its error."""
+
+    def call(self, name: str, argument: Any) -> Any:
+        """Within work that is led, let every rank do one of the things that all do together."""
 
     def share(self, value: T | None = None) -> T:
         """The leader's value."""
@@ -62,6 +70,9 @@ class Ranks(Protocol):
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
+
+    def largest(self, value: int) -> int:
+        """The largest of a whole number over the ranks."""
 
     def alone(self) -> Any:
         """Within it no rank waits for another: means are those of this rank."""
@@ -98,14 +109,26 @@ class OneRank:
     is_leader = True
     is_alone = True
 
+    def __init__(self) -> None:
+        """There is nobody to find."""
+        self._together: Together = _NOTHING
+
     def each(self, work: Callable[[], T], *, doing: str, tell: Callable[[T], Any] = _itself) -> Told[T]:
         """Run it."""
         own = work()
         return Told(own=own, all=[tell(own)])
 
-    def led(self, work: Callable[[], T], *, doing: str) -> T:
+    def led(self, work: Callable[[], T], *, doing: str, together: Together = _NOTHING) -> T:
         """Run it."""
-        return work()
+        before, self._together = self._together, together
+        try:
+            return work()
+        finally:
+            self._together = before
+
+    def call(self, name: str, argument: Any) -> Any:
+        """Do it."""
+        return self._together[name](argument)
 
     def share(self, value: T | None = None) -> T:
         """The value itself."""
@@ -116,6 +139,10 @@ class OneRank:
         return value
 
     def mean(self, value: float) -> float:
+        """The number itself."""
+        return value
+
+    def largest(self, value: int) -> int:
         """The number itself."""
         return value
 
@@ -135,6 +162,14 @@ class OneRank:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Something that all ranks do together, as it is asked for."""
+
+    name: str
+    argument: Any
 
 
 @dataclass(frozen=True)
@@ -164,6 +199,7 @@ class SeveralRanks:
         self._timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._note_name = f"memfit/failed/{next(_groups)}"
+        self._together: Together = _NOTHING
         self._is_alone = False
         self._known: list[BaseException] = []
 
@@ -210,12 +246,13 @@ class SeveralRanks:
         self._known.append(told_of)
         raise told_of from failure
 
-    def led(self, work: Callable[[], T], *, doing: str) -> T:
+    def led(self, work: Callable[[], T], *, doing: str, together: Together = _NOTHING) -> T:
         """Run ``work`` on the leader.
 
         Args:
             work: as in :meth:`each`.
             doing: likewise.
+            together: by name, what every rank does when the work asks for it by :meth:`call`.
 
         Raises:
             RankFailedError: on the others, if it failed there; one of MemFit's own errors is raised on every rank.
@@ -223,17 +260,34 @@ class SeveralRanks:
         outcome: Any = None
         failure: Exception | None = None
         if self.is_leader:
+            before, self._together = self._together, together
             try:
                 outcome = work()
             except Exception as error:
+                if self.knows(error):
+                    raise
                 failure, outcome = error, _failure_of(error)
-        outcome = self._broadcast(outcome, doing)
+            finally:
+                self._together = before
+        while isinstance(outcome := self._broadcast(outcome, doing), _Call):
+            together[outcome.name](outcome.argument)
+            outcome = None
         if not isinstance(outcome, _Failure):
             result: T = outcome
             return result
         raised = failure or _received(outcome, doing)
         self._known.append(raised)
         raise raised
+
+    def call(self, name: str, argument: Any) -> Any:
+        """Within work that is led, let every rank do one of the things that all do together.
+
+        Args:
+            name: which.
+            argument: what it is given on every rank; pickled.
+        """
+        self._broadcast(_Call(name, argument), "waiting for rank 0")
+        return self._together[name](argument)
 
     def share(self, value: T | None = None) -> T:
         """The leader's value; the others' is not looked at."""
@@ -253,6 +307,15 @@ class SeveralRanks:
         with self._named("adding up the weights of a step"):
             dist.all_reduce(total, group=self._group)
         return float(total) / self.count
+
+    def largest(self, value: int) -> int:
+        """The largest of a whole number over the ranks."""
+        if self._is_alone:
+            return value
+        found = torch.tensor(value)
+        with self._named("comparing the batches of a step"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return int(found)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,8 @@ class SliceGuard:
     """Whether the user allows slices whose result differs."""
     uneven_batches: str | None = None
     """Which other batch of the epoch has no common number of samples, unless the user's function divides it."""
+    with_other_ranks: bool = False
+    """Whether every rank compares the same batch now, so that parameters can be gathered."""
 
     def visible_obstacle(self) -> str | None:
         """Why batches may not be divided, as far as can be seen without running anything."""
@@ -58,7 +61,7 @@ class SliceGuard:
         the planned size: a loss that weighs classes or leaves labels out is no mean over samples, but four samples need
         not show it.
         """
-        with without_other_ranks():
+        with nullcontext() if self.with_other_ranks else without_other_ranks():
             return self._compared(micro_batch_size)
 
     def _compared(self, micro_batch_size: int) -> str | None:

@@ -43,6 +43,7 @@ SHARDING = Sharding(
     allgather_bucket_elements=102,
     prefetch_bucket_elements=103,
     persistence_threshold_elements=104,
+    overlap_communication=True,
 )
 CANDIDATE = Candidate(
     precision="bf16-mixed",

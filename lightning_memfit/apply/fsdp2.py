@@ -5,9 +5,7 @@ Adapter for private names of torch 2.9 to 2.13: ``FSDPModule._get_fsdp_state``, 
 ``post_forward_mesh_info``, ``fsdp_params``, ``offload_policy``, ``mp_policy`` and what its setters set;
 ``FSDPParam.fsdp_placement`` and ``is_dtensor``. A test reads each of them from a module that is sharded for real.
 
-Every rank runs the same number of slices: gathering parameters is a collective of each forward and backward. That
-holds because a plan's slices are counted, not sized: each rank divides its own batch into as many, and a rank whose
-last batch is short makes smaller ones.
+Every rank must run the same number of slices: gathering parameters is a collective of each forward and backward.
 """
 
 from __future__ import annotations
@@ -17,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_memfit.apply.gradients import multiply_gradients
 from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.plan import OptimizerImplementation
 from lightning_memfit.sharded_model import is_sharded, without_exchange
 from lightning_memfit.sharding import Sharding, Synchronisation
 
@@ -92,6 +92,21 @@ def reason_states_not_quantised(sharding: Sharding | None) -> str | None:
     return "fully_shard makes parameters DTensors, which bitsandbytes cannot step"
 
 
+def steppable_implementations(
+    optimizer: str, implementations: tuple[OptimizerImplementation, ...]
+) -> tuple[OptimizerImplementation, ...]:
+    """Which implementations of an optimizer's step run on DTensors.
+
+    Source: pytorch/pytorch ``torch/distributed/tensor/_ops/_pointwise_ops.py``, 2.13: of the fused ones, Adam's alone.
+
+    Args:
+        optimizer: name of its class.
+        implementations: those that run on plain tensors.
+    """
+    fused = optimizer in ("Adam", "AdamW")
+    return tuple(each for each in implementations if each != "fused" or fused)
+
+
 class Fsdp2Exchange:
     """When a sharded module exchanges gradients: after every slice, or in the last slice of a batch alone.
 
@@ -117,7 +132,13 @@ class Fsdp2Exchange:
         """Nothing: what is gathered goes with the step."""
         return 0
 
-    settles = False
+    def rescale(self, optimizer: Any, factor: float) -> None:
+        """Multiply this rank's share of them."""
+        multiply_gradients(optimizer, factor)
+
+    # The first step makes the storages into which later ones gather.
+    settles = True
+    in_every_slice = True
 
 
 def deferred_bytes(module: nn.Module) -> int:

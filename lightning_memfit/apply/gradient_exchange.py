@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.deepspeed_engine import ZeroExchange
-from lightning_memfit.apply.sharding import is_ddp
+from lightning_memfit.apply.fsdp2 import Fsdp2Exchange, is_fully_sharded
+from lightning_memfit.apply.gradients import multiply_gradients
+from lightning_memfit.apply.sharding import is_ddp, is_model_parallel
 
 
 class GradientExchange(Protocol):
@@ -120,23 +122,12 @@ class DdpExchange:
     in_every_slice = False
 
 
-def multiply_gradients(optimizer: Any, factor: float) -> None:
-    """Multiply the gradient of every parameter of an optimizer in place.
-
-    Args:
-        optimizer: whose.
-        factor: what by.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-
 def exchange_of(strategy: Any) -> GradientExchange:
     """How the strategy of a run exchanges gradients."""
     if is_deepspeed(strategy):
         return ZeroExchange(strategy)
+    if is_model_parallel(strategy) and is_fully_sharded(strategy.lightning_module):
+        return Fsdp2Exchange(strategy.lightning_module)
     if is_ddp(strategy):
         return DdpExchange(strategy)
     return NoExchange()

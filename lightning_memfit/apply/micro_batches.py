@@ -170,7 +170,7 @@ class Slicer:
             return self._original_make_closure(kwargs, optimizer, batch_idx)
         weighed = not (undivided and accumulate == 1)
         if weighed:
-            slices = self._divider.divide(kwargs["batch"])
+            slices = self._divided(kwargs["batch"])
         else:
             slices = [BatchSlice(batch=kwargs["batch"], samples=1, weight=1.0)]
         weight = sum(part.weight for part in slices)
@@ -193,6 +193,12 @@ class Slicer:
             exchange=self._exchange,
         )
         return _closure_class(_loop_module(loop).AbstractClosure)(step)
+
+    def _divided(self, batch: Any) -> list[BatchSlice]:
+        if self._ranks.count == 1 or not self._exchange.in_every_slice or self._split.num_slices == 1:
+            return self._divider.divide(batch)
+        with self._ranks.failing("dividing a batch"):
+            return self._divider.divide(batch, self._ranks.largest)
 
     def rescale_gradients(self, optimizer: Any) -> None:
         """Multiply every gradient once, where the window's true weight is not the expected one. Idempotent."""

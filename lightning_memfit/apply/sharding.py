@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.deepspeed_config import is_deepspeed, zero_sharding
 from lightning_memfit.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, SeveralRanks
 from lightning_memfit.sharding import Sharding
@@ -18,6 +19,8 @@ def sharding_of(trainer: Any) -> Sharding | None:
     strategy = trainer.strategy
     if is_deepspeed(strategy):
         return zero_sharding(strategy, trainer.world_size)
+    if is_model_parallel(strategy):
+        return fsdp2.sharding_of(trainer.lightning_module)
     if is_ddp(strategy):
         view = bool(getattr(strategy, "_ddp_kwargs", {}).get("gradient_as_bucket_view", False))
         return Sharding(engine="ddp", ranks=trainer.world_size, gradient_as_bucket_view=view)
@@ -34,6 +37,11 @@ def ranks_of(trainer: Any) -> Ranks:
 def is_ddp(strategy: Any) -> bool:
     """Whether a strategy of either of Lightning's packages is DDP, and not DeepSpeed, which is derived from it."""
     return any(cls.__name__ == "DDPStrategy" for cls in type(strategy).__mro__) and not is_deepspeed(strategy)
+
+
+def is_model_parallel(strategy: Any) -> bool:
+    """Whether a strategy of either of Lightning's packages is the one under which ``configure_model`` shards."""
+    return any(cls.__name__ == "ModelParallelStrategy" for cls in type(strategy).__mro__)
 
 
 def timeout_of(strategy: Any) -> datetime.timedelta:

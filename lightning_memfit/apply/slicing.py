@@ -38,6 +38,14 @@ class BatchSlice:
     """What its mean loss counts in the mean of the window."""
 
 
+def _check_as_many(present: int, wanted: int, what: str) -> None:
+    if present != wanted:
+        raise BatchStructureError(
+            f"This rank's batch has {present} {what}, and another rank divides its own into {wanted} slices: under "
+            "this strategy every rank runs as many. Use drop_last=True, or a sampler that gives every rank as much."
+        )
+
+
 class BatchDivider:
     """Divides batches into balanced slices and weighs them.
 
@@ -66,24 +74,33 @@ class BatchDivider:
         self._warned = False
         self._lists_of_samples: set[str] = set()
 
-    def divide(self, batch: Any) -> list[BatchSlice]:
+    def divide(self, batch: Any, as_many: Callable[[int], int] = int) -> list[BatchSlice]:
         """The slices of one collated batch.
+
+        Args:
+            batch: the batch.
+            as_many: gives the number of slices from how many this batch needs: where ranks wait for each other in
+                every slice, the most that one of them needs.
 
         Raises:
             BatchStructureError: if the batch cannot be divided.
             ConfigurationError: if ``split_batch`` or ``loss_weight`` give something unusable.
         """
-        parts = [(batch, self._samples_of(batch))] if self._split.num_slices == 1 else self._parts(batch)
+        parts = [(batch, self._samples_of(batch))] if self._split.num_slices == 1 else self._parts(batch, as_many)
         return [BatchSlice(batch=part, samples=samples, weight=self._weigh(part, samples)) for part, samples in parts]
 
-    def _parts(self, batch: Any) -> Sequence[tuple[Any, int]]:
+    def _parts(self, batch: Any, as_many: Callable[[int], int]) -> Sequence[tuple[Any, int]]:
         micro = self._split.micro_batch_size
         if self._split_batch is not None:
-            return divided_by_user(self._split_batch, batch, micro)
+            parts = divided_by_user(self._split_batch, batch, micro)
+            _check_as_many(len(parts), as_many(len(parts)), "slices of split_batch=")
+            return parts
         samples = batch_size_of(batch)
-        if samples <= micro:
+        count = as_many(math.ceil(samples / micro))
+        _check_as_many(samples, max(samples, count), "samples")
+        if count == 1:
             return [(batch, samples)]
-        sizes = balanced_slices(samples, math.ceil(samples / micro))
+        sizes = balanced_slices(samples, count)
         slices = split_by_sizes(batch, sizes, lists_of_samples=self._lists_of_samples)
         return list(zip(slices, sizes, strict=True))
 

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import OperatorCost
@@ -119,6 +120,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.device.type == "meta":
         return ()
+    if is_traceable_wrapper_subclass(tensor):  # such as a distributed one, of which this rank has a part
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return tuple(part for each in inner if isinstance(each, torch.Tensor) for part in _dense_parts(each))
     if tensor.layout == torch.sparse_coo:
         return (tensor._indices(), tensor._values())
     return (tensor,) if tensor.layout == torch.strided else ()

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_memfit.observe.gathered_parameters import let_go_of_gathered
 from lightning_memfit.observe.tensor_vault import TensorsIn, TensorVault
 
 Restore = Callable[[], None]
@@ -127,7 +128,8 @@ def take_snapshot(
         random_state: keep the global generators of torch, NumPy and Python, too.
     """
     vault = TensorVault(tensors_in)
-    records: list[Restore] = []
+    # First, since what keeps track of gathered parameters is not walked through.
+    records: list[Restore] = [] if module is None else [functools.partial(let_go_of_gathered, module)]
     try:
         for value, aspects in _walk([module, *optimizers, *schedulers, scaler, *extra_roots]):
             records.extend(save(value, vault) for _, save in aspects)

@@ -36,6 +36,8 @@ def sketch_gradients(module: nn.Module) -> GradientSketch:
         gradient = parameter.grad
         if gradient is None:
             continue
+        if hasattr(gradient, "full_tensor"):  # a distributed one: all ranks are here, and look at the same batch
+            gradient = gradient.full_tensor()
         values = (gradient.to_dense() if gradient.layout != torch.strided else gradient).detach()
         generator = torch.Generator(device=values.device).manual_seed(_SEED + number)
         direction = torch.randn(values.shape, generator=generator, device=values.device, dtype=torch.float32)
