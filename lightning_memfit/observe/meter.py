@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import OperatorCost
@@ -106,6 +107,8 @@ def peak_of(events: Iterable[MemoryEvent]) -> int:
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the distinct storages behind ``tensors``; views and tied tensors count once.
 
+    Of a tensor that is spread over several ranks, the part that this one holds.
+
     Ignores: meta tensors, and sparse ones beyond their indices and values.
     """
     sizes: dict[int, int] = {}
@@ -117,6 +120,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if is_traceable_wrapper_subclass(tensor):  # what it says of its own storage is the size of the whole
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return tuple(part for each in inner if isinstance(each, torch.Tensor) for part in _dense_parts(each))
     if tensor.device.type == "meta":
         return ()
     if tensor.layout == torch.sparse_coo:
