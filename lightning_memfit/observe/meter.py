@@ -107,6 +107,8 @@ def peak_of(events: Iterable[MemoryEvent]) -> int:
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the distinct storages behind ``tensors``; views and tied tensors count once.
 
+    Of a tensor that is spread over several ranks, the part that this one holds.
+
     Ignores: meta tensors, and sparse ones beyond their indices and values.
     """
     sizes: dict[int, int] = {}
@@ -118,6 +120,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if is_traceable_wrapper_subclass(tensor):  # what it says of its own storage is the size of the whole
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return tuple(part for each in inner if isinstance(each, torch.Tensor) for part in _dense_parts(each))
     if tensor.device.type == "meta":
         return ()
     if is_traceable_wrapper_subclass(tensor):  # such as a distributed one, of which this rank has a part

@@ -45,7 +45,6 @@ def fsdp2_timeline(
     *,
     collectives: Collectives = "nccl",
     slices_per_batch: int | None = None,
-    root_returns_loss: bool | None = None,
 ) -> Timeline:
     """The step of the first rank, which holds most where rows cannot be divided evenly.
 
@@ -57,10 +56,6 @@ def fsdp2_timeline(
         collectives: what exchanges between ranks.
         slices_per_batch: slices of one Lightning batch; by default all of the window. It matters where gradients are
             exchanged once per batch and there are several batches.
-        root_returns_loss: whether the loss is computed within the group ``""``, as by the ``training_step`` of a
-            ``LightningModule`` that :func:`~lightning_memfit.sharded_model.fully_shard` was called on, if it calls its
-            parts and not itself. By default the timeline's calls tell; where it has none, ``True``, with which a rank
-            is not said to need too little.
 
     Raises:
         UnsupportedError: if the sharding is none of FSDP2, the timeline does not tell its parameters, or one of them
@@ -79,7 +74,7 @@ def fsdp2_timeline(
     window = timeline if optimizer_step is None else with_optimizer_step(timeline, optimizer_step)
     shares = shares_by_storage(timeline, groups)
     per_batch = slices_per_batch or timeline.micro_steps
-    rank = _Rank(window, groups, sharding, collectives, per_batch, _root_ends(timeline, root_returns_loss))
+    rank = _Rank(window, groups, sharding, collectives, per_batch, _root_ends(timeline))
     for index, event in enumerate(window.events):
         rank.pass_on(index, event)
     rank.finish()
@@ -360,14 +355,17 @@ class _Rank:
             self._free(self._allocate(op, num_bytes, "communication", group))
 
 
-def _root_ends(window: Timeline, root_returns_loss: bool | None) -> Mapping[int, int]:
-    """By slice: index of the first event behind the root's forward, where the loss is computed outside of it."""
-    if root_returns_loss is None and not window.calls:
-        root_returns_loss = True
-    if root_returns_loss:
+def _root_ends(window: Timeline) -> Mapping[int, int]:
+    """By slice: index of the first event behind the root's forward, where the loss is computed outside of it.
+
+    A step that does not call the module itself, as the ``training_step`` of a ``LightningModule``, computes its loss
+    within it: :func:`~lightning_memfit.sharded_model.fully_shard` makes it the root's forward. Where nothing tells, the
+    loss is taken to be within, with which a rank is not said to need too little.
+    """
+    if not window.calls_root:
         return {}
     called = {call.micro_step: call.end_event for call in window.calls if not call.module and not call.recomputed}
-    return called if window.calls else dict(_behind_the_last_module(window))
+    return called or dict(_behind_the_last_module(window))
 
 
 def _behind_the_last_module(window: Timeline) -> Iterator[tuple[int, int]]:

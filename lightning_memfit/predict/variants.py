@@ -287,6 +287,7 @@ class StepVariants:
             gradients=self._record.layouts,
             parameters=self._record.parameters,
             gradient_of=self._record.gradient_of,
+            calls_root=self._record.calls_root,
             notes=self._record.notes,
         )
 

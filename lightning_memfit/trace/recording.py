@@ -107,6 +107,7 @@ def record_window(
                 signatures=tuple(tracer.signatures),
                 num_parameters=sum(parameter.numel() for parameter in parameters),
                 recomputed=frozenset(call.module for call in tracer.calls if call.recomputed),
+                calls_root=any(not call.module for call in tracer.calls),
                 notes=notes_of(tracer),
             )
 

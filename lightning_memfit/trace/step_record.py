@@ -110,5 +110,7 @@ class StepRecord:
     """Distinct parameter elements of the module, tied ones counted once."""
     recomputed: frozenset[str] = frozenset()
     """Qualified names of the modules that the program itself calls a second time, in the backward."""
+    calls_root: bool | None = None
+    """Whether the program calls the module itself, and not only parts of it; ``None`` where that is not known."""
     notes: tuple[str, ...] = ()
     """Assumptions made while recording, in words."""

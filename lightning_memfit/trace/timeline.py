@@ -175,6 +175,8 @@ class Timeline:
     """The module's parameters in its own order, tied ones once; empty where a timeline is of something else."""
     gradient_of: Mapping[int, int] = field(default_factory=dict)
     """By storage that holds a gradient, old or new: index of the parameter."""
+    calls_root: bool | None = None
+    """Whether the step calls the module itself, and not only parts of it; ``None`` where that is not known."""
     notes: tuple[str, ...] = ()
     """Assumptions made while tracing, in words."""
 

@@ -170,6 +170,7 @@ def _traced(
         gradients=layouts_of(parameters),
         parameters=layouts,
         gradient_of=dict(tracer.gradient_of),
+        calls_root=any(not call.module for call in tracer.calls),
     )
 
 

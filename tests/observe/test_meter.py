@@ -13,6 +13,8 @@ import torch
 
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.observe.meter import AllocationMeter, MemoryEvent, _read, peak_of, storage_bytes
+from lightning_memfit.sharded_model import fully_shard
+from lightning_memfit.trace.fake_ranks import fake_ranks
 
 KIB = 1024
 
@@ -41,6 +43,14 @@ def test_storages_are_counted_once_whatever_looks_at_them() -> None:
     tied = torch.nn.Parameter(base)
     sparse = torch.eye(3).to_sparse()  # indices 2 x 3 x 8 = 48 bytes, values 3 x 4 = 12 bytes
     assert storage_bytes([base, base[10:20], tied, tied.detach(), sparse, torch.empty(9, device="meta")]) == 460
+
+
+def test_of_a_tensor_over_several_ranks_the_own_part_counts() -> None:
+    with fake_ranks(4) as mesh:
+        layer = fully_shard(torch.nn.Linear(8, 6, bias=False), mesh=mesh)
+        # 6 rows of 8 numbers over 4 ranks: 2 rows on the first. DTensor's own storage says 6 x 8 x 4 bytes.
+        assert layer.weight.untyped_storage().nbytes() == 6 * 8 * 4
+        assert storage_bytes([layer.weight]) == 2 * 8 * 4
 
 
 def test_a_chain_of_matrix_products_peaks_at_two_results() -> None:

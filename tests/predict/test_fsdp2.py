@@ -21,8 +21,11 @@ from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.predict.fsdp2 import fsdp2_timeline
 from lightning_memfit.predict.memory import predict_memory
+from lightning_memfit.predict.variants import StepVariants, Variant
 from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.sharding import Sharding
+from lightning_memfit.trace.optimizer_step import trace_optimizer_step
+from lightning_memfit.trace.recording import record_window
 from lightning_memfit.trace.step_program import StepProgram, program_of
 from lightning_memfit.trace.timeline import Free, Operation, Timeline
 from lightning_memfit.trace.training_step import trace_window
@@ -167,10 +170,9 @@ def test_a_loss_within_the_root_is_told_apart_from_one_outside() -> None:
         whole = trace_window(step, torch.zeros(2, 16, dtype=torch.long), steps=False, collect_signatures=False)
         derived, traced = both(step, sharding, samples=2)
         assert peaks(derived).by_phase == peaks(traced).by_phase
-        # A timeline without calls, as derived ones are, is told; without a word more is counted, not less.
-        silent = replace(whole, calls=())
-        told = fsdp2_timeline(silent, sharding, collectives="gloo", root_returns_loss=in_root)
-        untold = fsdp2_timeline(silent, sharding, collectives="gloo")
+        # Derived timelines have no calls; where nothing tells whether the root was called, more is counted, not less.
+        told = fsdp2_timeline(replace(whole, calls=()), sharding, collectives="gloo")
+        untold = fsdp2_timeline(replace(whole, calls=(), calls_root=None), sharding, collectives="gloo")
         assert peaks(told).by_phase == peaks(traced).by_phase
         assert peaks(untold).peak_allocated_bytes >= peaks(traced).peak_allocated_bytes
 
@@ -242,8 +244,6 @@ def test_a_rank_holds_its_share_of_parameters_and_gradients() -> None:
 def test_the_optimizers_step_over_shares_takes_the_place_of_the_whole_one() -> None:
     timeline, sharding = linear_of_two()
     shares = nn.ParameterList(nn.Parameter(torch.zeros(2, 8)) for _ in range(2))
-    from lightning_memfit.trace.optimizer_step import trace_optimizer_step
-
     step = trace_optimizer_step(program_of(shares, loss=lambda module, x: x, optimizer=SGD))
     derived = fsdp2_timeline(timeline, sharding, step)
     assert sum(r.allocated_bytes for r in derived.residents if r.category == "optimizer_states") == 2 * 64
@@ -274,3 +274,26 @@ def test_a_timeline_that_does_not_tell_its_parameters_is_refused() -> None:
     timeline, sharding = linear_of_two()
     with pytest.raises(UnsupportedError, match="does not tell its parameters"):
         fsdp2_timeline(replace(timeline, parameters=()), sharding)
+
+
+@pytest.mark.parametrize("in_root", [True, False])
+def test_a_step_derived_from_a_record_gives_the_peak_of_torchs_own_engine(in_root: bool) -> None:
+    network = Net(300, 24, 3)
+    step = program_of(Around(network)) if in_root else program_of(network, loss=next_word, optimizer=SGD)
+    blocks = find_repeated_blocks(step.module)
+    ids = torch.zeros(6, 16, dtype=torch.long)
+    record = record_window(
+        step,
+        ids,
+        slices_of=lambda batch: (batch, split_by_sizes(batch, (3, 3))[0]),
+        samples=(6, 3),
+        blocks=blocks,
+        collect_signatures=False,
+    )
+    for recomputed in ((), blocks):
+        variant = Variant(slice_sizes=(2, 2, 2), recomputed=recomputed)
+        sharding = spread(step, 4)
+        window = StepVariants(record).timeline(variant)
+        derived = fsdp2_timeline(window, sharding, collectives="gloo", slices_per_batch=3)
+        _, traced = both(step, sharding, slices=3, recomputed=bool(recomputed))
+        assert peaks(derived).by_phase == peaks(traced).by_phase
