@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemFit, planning, preparation
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.units import GIB
-from tests.ranks.ddp_programs import Case, Net, data_of, net_of
+from tests.ranks.trainer_programs import Case, Net, data_of, net_of
 
 SECONDS = 20
 """How long ranks wait for each other."""

@@ -23,7 +23,7 @@ from lightning_memfit.apply.sharding import ranks_of, sharding_of
 from lightning_memfit.plan import BatchSplit, Offload
 from lightning_memfit.sharding import ZeroStage
 from tests.ranks.cpu_deepspeed import CPUDeepSpeed
-from tests.ranks.ddp_programs import RANKS, Case, Net, loader_of, net_of
+from tests.ranks.trainer_programs import RANKS, Case, Net, loader_of, net_of
 
 _SHORT_WINDOW = {"micro_batch_size": 3, "accumulate": 2, "samples": 8 * RANKS * 5}
 

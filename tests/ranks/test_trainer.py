@@ -1,4 +1,4 @@
-"""DDP on two real ranks: one plan, and the training of one process with the same effective batch."""
+"""A Trainer on two real ranks, DDP and FSDP2: one plan, and the training of one process with the same batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.ddp_programs import CASES, one_process, run_cases
 from tests.ranks.launch import results, run_on_ranks
+from tests.ranks.trainer_programs import CASES, one_process, run_cases
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,10 @@ def test_both_ranks_have_one_plan_and_measured_the_worst_of_both(ranks: list[dic
     assert len(by_rank) == 2 and max(by_rank) == first["measured"].measured_peak_allocated_bytes
 
 
-def test_a_plan_that_changes_nothing_trains_as_ddp_alone_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["nothing divided", "fsdp2, nothing divided"])
+def test_a_plan_that_changes_nothing_trains_as_without_memfit_bit_for_bit(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     for rank in ranks:
-        for parameter, weight in rank["plain"]["weights"].items():
-            assert torch.equal(rank["nothing divided"]["weights"][parameter], weight)
+        for parameter, weight in rank[f"plain, {name}"]["weights"].items():
+            assert torch.equal(rank[name]["weights"][parameter], weight)

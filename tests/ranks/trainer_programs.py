@@ -1,4 +1,4 @@
-"""Runs under DDP on two ranks, and the same run in one process with plain torch."""
+"""Runs of a Trainer on two ranks, under DDP or FSDP2, and the same run in one process with plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_memfit import MemFit
+from lightning_memfit import MemFit, fully_shard
+from lightning_memfit.apply.fsdp2 import is_fully_sharded
 
 RANKS = 2
 IGNORED = -100
@@ -24,6 +25,8 @@ IGNORED = -100
 class Case:
     """One run."""
 
+    engine: str = "ddp"
+    """``"ddp"`` or ``"fsdp2"``."""
     optimizer: str = "sgd"
     """``"sgd"`` with momentum, or ``"adamw"``."""
     loader_batch_size: int = 8
@@ -57,6 +60,18 @@ CASES = {
     "adamw": Case(optimizer="adamw", micro_batch_size=3, accumulate=2, samples=8 * RANKS * 5),
     "blocks recomputed": Case(micro_batch_size=3, settings={"activation_checkpointing": "blocks"}),
     "tokens": Case(tokens=True, micro_batch_size=3, accumulate=2, settings={"loss_weight": "tokens"}),
+    "fsdp2": Case(engine="fsdp2", micro_batch_size=3, accumulate=2, samples=8 * RANKS * 5),
+    "fsdp2, a short last batch": Case(
+        engine="fsdp2", micro_batch_size=3, accumulate=2, samples=8 * RANKS * 2 + 5 * RANKS
+    ),
+    "fsdp2, nothing divided": Case(engine="fsdp2", epochs=5),
+    "fsdp2, adamw, blocks recomputed": Case(
+        engine="fsdp2",
+        optimizer="adamw",
+        micro_batch_size=3,
+        accumulate=2,
+        settings={"activation_checkpointing": "blocks"},
+    ),
 }
 
 
@@ -69,6 +84,11 @@ class Net(lightning.LightningModule):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(16, 5)
         self.losses: list[float] = []
+        self.is_spread = True
+
+    def configure_model(self) -> None:
+        if self.case.engine == "fsdp2" and self.is_spread and not is_fully_sharded(self):
+            fully_shard(self)
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, labels = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch
@@ -124,11 +144,24 @@ def data_of(case: Case) -> Dataset[Any]:
     return Samples(x, labels)
 
 
+def strategy_of(case: Case) -> Any:
+    strategies = lightning.pytorch.strategies
+    if case.engine == "fsdp2":
+        return strategies.ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    return strategies.DDPStrategy(gradient_as_bucket_view=case.buckets_are_gradients)
+
+
+def weights_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    """Every weight whole; all ranks ask."""
+    state = {name: weight.detach() for name, weight in net.state_dict().items()}
+    return {name: getattr(weight, "full_tensor", weight.clone)() for name, weight in state.items()}
+
+
 def trainer_of(case: Case, plugins: list[Any], folder: str) -> lightning.Trainer:
     return lightning.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=lightning.pytorch.strategies.DDPStrategy(gradient_as_bucket_view=case.buckets_are_gradients),
+        strategy=strategy_of(case),
         max_epochs=case.epochs,
         plugins=plugins,
         logger=False,
@@ -162,7 +195,7 @@ def train(case: Case, rank: int, folder: str) -> dict[str, Any]:
     trainer.fit(net, loader_of(case, rank))
     assert plugin.plan is not None and plugin.measured is not None
     return {
-        "weights": {name: weight.detach().clone() for name, weight in net.state_dict().items()},
+        "weights": weights_of(net),
         "losses": net.losses,
         "steps": trainer.global_step,
         "plan": plugin.plan,
@@ -170,18 +203,19 @@ def train(case: Case, rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-def plain_ddp(case: Case, rank: int, folder: str) -> dict[str, Any]:
+def plain(case: Case, rank: int, folder: str) -> dict[str, Any]:
     """The same fit without MemFit."""
     net = net_of(case)
     trainer_of(case, [], folder).fit(net, loader_of(case, rank))
-    return {"weights": {name: weight.detach().clone() for name, weight in net.state_dict().items()}}
+    return {"weights": weights_of(net)}
 
 
 def run_cases(rank: int) -> dict[str, dict[str, Any]]:
     """Every case, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         found = {name: train(case, rank, folder) for name, case in CASES.items()}
-        found["plain"] = plain_ddp(CASES["nothing divided"], rank, folder)
+        for name in ("nothing divided", "fsdp2, nothing divided"):
+            found[f"plain, {name}"] = plain(CASES[name], rank, folder)
         return found
 
 
