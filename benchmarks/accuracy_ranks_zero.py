@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = this_machine()
     cases = [case for case in all_cases() if fnmatch.fnmatchcase(case.label, chosen.cases)]
     results = compare(cases)
-    table = f"{markdown(results)}\n\n{machine.caption}\n"
+    table = f"{markdown(results)}\n\n{machine.caption}; DeepSpeed {metadata.version('deepspeed')}\n"
     print(table)
     if chosen.markdown:
         chosen.markdown.write_text(table)
     if chosen.json:
         rows = [{**asdict(each), "error": each.error} for each in results]
-        chosen.json.write_text(json.dumps({"machine": machine.to_dict(), "results": rows}, indent=1) + "\n")
+        versions = {**machine.to_dict(), "deepspeed": metadata.version("deepspeed")}
+        chosen.json.write_text(json.dumps({"machine": versions, "results": rows}, indent=1) + "\n")
     worst = max(results, key=lambda each: abs(each.error))
     met = abs(worst.error) <= CASE_TARGET
     print(f"{'met' if met else 'missed'}: largest error {percent(worst.error)} ({worst.label}, rank {worst.rank})")
