@@ -38,16 +38,17 @@ class ZeroCase(Case):
 
 
 CASES: dict[str, ZeroCase] = {
-    "stage 1": ZeroCase(stage=1, epochs=7, **_SHORT_WINDOW),
+    "stage 1, clipped": ZeroCase(stage=1, epochs=7, clip_norm=0.05, **_SHORT_WINDOW),
     "stage 2, offloaded": ZeroCase(stage=2, epochs=7, offload="optimizer", **_SHORT_WINDOW),
-    "stage 3, clipped": ZeroCase(stage=3, epochs=7, clip_norm=0.05, **_SHORT_WINDOW),
+    "stage 3": ZeroCase(stage=3, epochs=7, **_SHORT_WINDOW),
 }
 MORE_CASES: dict[str, ZeroCase] = {
+    "stage 1": ZeroCase(stage=1, epochs=7, **_SHORT_WINDOW),
     "stage 1, offloaded": ZeroCase(stage=1, epochs=7, offload="optimizer", **_SHORT_WINDOW),
     "stage 2": ZeroCase(stage=2, epochs=7, **_SHORT_WINDOW),
     "stage 2, clipped": ZeroCase(stage=2, epochs=7, clip_norm=0.05, **_SHORT_WINDOW),
     "stage 2, offloaded and clipped": ZeroCase(stage=2, epochs=7, offload="optimizer", clip_norm=0.05, **_SHORT_WINDOW),
-    "stage 3": ZeroCase(stage=3, epochs=7, **_SHORT_WINDOW),
+    "stage 3, clipped": ZeroCase(stage=3, epochs=7, clip_norm=0.05, **_SHORT_WINDOW),
     "stage 3, offloaded": ZeroCase(stage=3, epochs=7, offload="optimizer", **_SHORT_WINDOW),
     "a short last batch": ZeroCase(micro_batch_size=3, accumulate=2, samples=8 * RANKS * 2 + 5 * RANKS),
     "one slice, accumulated": ZeroCase(micro_batch_size=8, accumulate=3, samples=8 * RANKS * 4),
