@@ -10,6 +10,7 @@ operator probes. Ends with code 1 if a target is missed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -153,28 +155,28 @@ def measured(cases: Sequence[ZeroCase], *, extensions: Path | None = None) -> li
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if extensions is not None:
         environment["TORCH_EXTENSIONS_DIR"] = str(extensions)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as files:
         words = [Path(directory) / f"rank_{rank}.txt" for rank in range(RANKS)]
         processes = [
             subprocess.Popen(
                 [*command, as_arguments(cases)],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=words[rank].open("w"),
-                text=True,
+                stdout=files.enter_context(path.with_suffix(".json").open("w")),
+                stderr=files.enter_context(path.open("w")),
             )
-            for rank in range(RANKS)
+            for rank, path in enumerate(words)
         ]
         found = []
-        for rank, process in enumerate(processes):
-            output, _ = process.communicate()
-            if process.returncode:
-                for other in processes:
-                    other.kill()
-                raise RuntimeError(
-                    f"rank {rank} ended with code {process.returncode}:\n{words[rank].read_text()[-2000:]}"
-                )
-            found.append([json.loads(line) for line in output.splitlines() if line.startswith("{")])
+        try:
+            for process, path in zip(processes, words, strict=True):
+                if process.wait():
+                    raise RuntimeError(f"a rank ended with code {process.returncode}:\n{path.read_text()[-2000:]}")
+                lines = path.with_suffix(".json").read_text().splitlines()
+                found.append([json.loads(line) for line in lines if line.startswith("{")])
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     return list(zip(*found, strict=True))
 
 
@@ -231,13 +233,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = this_machine()
     cases = [case for case in all_cases() if fnmatch.fnmatchcase(case.label, chosen.cases)]
     results = compare(cases)
-    table = f"{markdown(results)}\n\n{machine.caption}\n"
+    table = f"{markdown(results)}\n\n{machine.caption}; DeepSpeed {metadata.version('deepspeed')}\n"
     print(table)
     if chosen.markdown:
         chosen.markdown.write_text(table)
     if chosen.json:
         rows = [{**asdict(each), "error": each.error} for each in results]
-        chosen.json.write_text(json.dumps({"machine": machine.to_dict(), "results": rows}, indent=1) + "\n")
+        versions = {**machine.to_dict(), "deepspeed": metadata.version("deepspeed")}
+        chosen.json.write_text(json.dumps({"machine": versions, "results": rows}, indent=1) + "\n")
     worst = max(results, key=lambda each: abs(each.error))
     met = abs(worst.error) <= CASE_TARGET
     print(f"{'met' if met else 'missed'}: largest error {percent(worst.error)} ({worst.label}, rank {worst.rank})")

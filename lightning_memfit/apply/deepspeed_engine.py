@@ -3,7 +3,7 @@
 Adapter for Lightning's ``DeepSpeedStrategy.handles_gradient_accumulation`` and ``block_backward_sync``, for
 ``fit_loop._should_accumulate``, and for
 DeepSpeed's ``DeepSpeedEngine.set_gradient_accumulation_boundary``, ``step`` and ``managed_gradient_accumulation``,
-``ZeROOptimizer.override_loss_scale``, ``loss_scale`` and ``custom_loss_scaler``.
+``ZeROOptimizer.override_loss_scale``, ``loss_scale``, ``custom_loss_scaler`` and ``external_loss_scale``.
 
 Left alone, Lightning divides each loss by A and DeepSpeed does once more, and a last window of fewer than A batches is
 never stepped. So the engine is told of an accumulation of 1 (``deepspeed_config.write_config``), Lightning's loop that
@@ -20,7 +20,7 @@ from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.undo import Undo, set_instance_attribute
 
 _ENGINE_NAMES = ("set_gradient_accumulation_boundary", "managed_gradient_accumulation", "step", "optimizer")
-_OPTIMIZER_NAMES = ("override_loss_scale", "loss_scale", "custom_loss_scaler")
+_OPTIMIZER_NAMES = ("override_loss_scale", "loss_scale", "custom_loss_scaler", "external_loss_scale")
 
 
 class ZeroExchange:
@@ -51,7 +51,11 @@ class ZeroExchange:
         engine = engine_of(self._strategy)
         trainer = self._strategy.lightning_module.trainer
         engine.set_gradient_accumulation_boundary(is_last and not trainer.fit_loop._should_accumulate())
-        yield
+        try:
+            yield
+        except BaseException:
+            engine.set_gradient_accumulation_boundary(None)  # the engine counts by itself again
+            raise
 
     def never(self) -> AbstractContextManager[Any] | None:
         """There is no step of one rank alone."""

@@ -49,7 +49,8 @@ def gradient_arrivals(timeline: Timeline, *, weights_last: bool = True) -> dict[
         into = next((each for each in event.reads if each in timeline.gradient_of and each not in old), None)
         added = next((each for each in event.reads if each not in timeline.gradient_of), None)
         if into is not None and added is not None:
-            found.setdefault(index, []).append(Arrival(timeline.gradient_of[into], added, True))
+            place = end_of_frees(events, index)  # behind the end of what was added
+            found.setdefault(place, []).append(Arrival(timeline.gradient_of[into], added, True))
     for index, arrivals in transposed.items():
         found.setdefault(index, []).extend(arrivals)
     return found
