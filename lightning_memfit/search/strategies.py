@@ -137,9 +137,18 @@ def bucket_elements(parameter_elements: Sequence[int]) -> tuple[int, str]:
     )
 
 
-def _check(num_devices: int, strategy: str, request: PlanRequest, device_kind: str) -> None:
+def check_num_devices(num_devices: object) -> None:
+    """Refuse what is no number of devices.
+
+    Raises:
+        ConfigurationError: with what was given.
+    """
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ConfigurationError(f"num_devices={num_devices!r} must be a whole number of at least 1.")
+
+
+def _check(num_devices: int, strategy: str, request: PlanRequest, device_kind: str) -> None:
+    check_num_devices(num_devices)
     known = ", ".join(map(repr, ("auto", *STRATEGIES)))
     if strategy not in ("auto", *STRATEGIES):
         raise ConfigurationError(f"strategy={strategy!r} is not known. Choose one of: {known}.")
