@@ -108,6 +108,8 @@ def considered_strategies(
         spreads = [spread for spread in spreads if spread.name == strategy]
     elif request.offload == "never":
         left_out.append("offload to the host: offload='never'")
+    if request.optimizer_states == "8bit":
+        spreads = _with_quantised_states(spreads, strategy)
     uses_buckets = any(spread.sharding is not None and spread.sharding.zero_stage for spread in spreads)
     return Considered(
         spreads=tuple(spreads),
@@ -115,6 +117,16 @@ def considered_strategies(
         left_out=tuple(left_out),
         given=strategy != "auto",
     )
+
+
+def _with_quantised_states(spreads: Sequence[Spread], strategy: str) -> list[Spread]:
+    possible = [spread for spread in spreads if spread.obstacle("8bit") is None]
+    if not possible:
+        raise ConfigurationError(
+            f"optimizer_states='8bit' cannot be had with strategy={strategy!r}: {spreads[0].obstacle('8bit')}. Choose "
+            "strategy='ddp', or optimizer_states='as-configured'."
+        )
+    return possible
 
 
 def bucket_elements(parameter_elements: Sequence[int]) -> tuple[int, str]:
