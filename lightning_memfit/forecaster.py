@@ -317,7 +317,8 @@ class Forecaster:
             if abs(traced - self._derived_peaks[candidate]) > _AGREEMENT * traced:
                 self._records.distrust(of_one_device(candidate), self._records.variant_of(candidate))
         micro_steps = timeline.micro_steps
-        sent = exchanged_bytes(timeline.parameters, candidate.sharding, micro_steps=micro_steps)
+        parameters = parameters_of(self._program.module, floating_dtype(of_one_device(candidate)))
+        sent = exchanged_bytes(parameters, candidate.sharding, micro_steps=micro_steps)
         return Forecast(
             candidate=candidate,
             memory=memory.beside(self.callback_bytes),

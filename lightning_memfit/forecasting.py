@@ -36,7 +36,7 @@ from lightning_memfit.probers import GpuProber, gpu_prober
 from lightning_memfit.search.checkpointing import Recomputable, find_repeated_blocks, recomputable
 from lightning_memfit.search.levers import TIERS, SearchSpace, search_space
 from lightning_memfit.search.planner import search_plan
-from lightning_memfit.search.strategies import considered_strategies
+from lightning_memfit.search.strategies import check_num_devices, considered_strategies
 from lightning_memfit.settings import plan_request
 from lightning_memfit.several_devices import host_bytes_of, notes_on_devices, on_ranks
 from lightning_memfit.sharding import Sharding
@@ -294,6 +294,7 @@ def make_plans(
         micro_batch_size="auto" if micro_batch_size is None else micro_batch_size,
         offload=offload if num_devices > 1 or offload != "auto" else "never",
     )
+    check_num_devices(num_devices)
     devices_of_a_plan = _Devices(num_devices, strategy, host_bytes_of(host_memory))
     whole = _undivided(batch, effective_batch_size, num_devices)
     if isinstance(devices, str):

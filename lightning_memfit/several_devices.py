@@ -69,6 +69,7 @@ def notes_on_devices(plan: Plan, considered: Considered) -> tuple[str, ...]:
         )
     if candidate.sharding.engine == "fsdp2":
         notes.append(
-            "FSDP2 needs configure_model to call torch's fully_shard on each repeated block and then on the module"
+            "FSDP2 shards what configure_model shards: call lightning_memfit.fully_shard there, with "
+            "mesh=self.device_mesh['data_parallel']"
         )
     return tuple(notes)

@@ -61,21 +61,26 @@ def llama(*, width: int, hidden: int, layers: int, heads: int, key_value_heads: 
     return network
 
 
-def qwen3_8b() -> nn.Module:
-    """Qwen/Qwen3-8B."""
+def qwen3(*, width: int, hidden: int, layers: int, heads: int, key_value_heads: int) -> nn.Module:
+    """A model of the Qwen3 family with an output layer of its own, heads of 128 features."""
     transformers = _transformers()
     config = transformers.Qwen3Config(
         vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
         head_dim=128,
         use_cache=False,
     )
     network: nn.Module = transformers.Qwen3ForCausalLM(config)
     return network
+
+
+def qwen3_8b() -> nn.Module:
+    """Qwen/Qwen3-8B."""
+    return qwen3(width=4096, hidden=12288, layers=36, heads=32, key_value_heads=8)
 
 
 def own_loss_with_cached_casts(network: nn.Module, batch: Batch) -> Tensor:

@@ -80,7 +80,7 @@ def _cells(row: StrategyRow) -> list[RenderableType]:
         Text(_batch_words(row.candidate.split) if needs is not None else "-"),
         Text("-" if needs is None else format_bytes(needs)),
         Text("-" if seconds is None else format_seconds(seconds)),
-        Text(row.why),
+        Text(row.why.replace(f"{strategy_words(row.candidate)} ", "")),
     ]
 
 

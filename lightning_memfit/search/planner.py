@@ -13,7 +13,13 @@ from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, Plan, PlanRequest
 from lightning_memfit.report.no_fit import no_fit_message
 from lightning_memfit.search.levers import TIERS, SearchSpace, Setting
-from lightning_memfit.search.reasons import beyond_the_host, choices_of, note_on_recomputation, reason_passed_over
+from lightning_memfit.search.reasons import (
+    beyond_the_host,
+    choices_of,
+    note_on_recomputation,
+    reason_passed_over,
+    strategy_words,
+)
 from lightning_memfit.search.strategies import Spread
 from lightning_memfit.units import format_bytes
 
@@ -30,8 +36,10 @@ NEARLY_FITS = 1.02
 budget."""
 _LEVER_PAYS = 0.02
 _PRECISION_PAYS = 0.05
-_ENGINE_PAYS = 0.1
+_ENGINE_PAYS = 0.25
+"""Another engine counts as faster than the plainest only where it saves most of what recomputing everything costs."""
 _INTERPOLATED_STEPS = 2
+_ANY_BUDGET = 2**63
 _MOST_RETRIES = 3
 
 
@@ -64,9 +72,10 @@ def search_plan(
     2. For each setting of the other levers the fewest slices that fit are found. A larger slice never needs less
        memory, so that the number of slices is searched by interpolation between one that fits and one that does not.
     3. What fits is ranked by predicted seconds per optimizer step. A lever counts as faster only where it saves at
-       least 2 % (a precision 5 %, another engine than the plainest of several devices 10 %), so that nothing departs
-       from the run as it is for less. Where seconds are not known, fewest recomputed FLOPs count, then fewest slices,
-       then fewest departures. Between strategies fewest exchanged bytes count first, unless seconds include them.
+       least 2 % (a precision 5 %), so that nothing departs from the run as it is for less. Where seconds are not
+       known, fewest recomputed FLOPs count, then fewest slices, then fewest departures. Of several devices' strategies
+       none but the plainest (DDP) is looked at where that fits with nothing divided or recomputed, and another engine
+       counts as faster from 25 % on; unless seconds include what is exchanged, fewest exchanged bytes count first.
     4. The first of the ranking are forecast by ``evaluate``, if ``estimate`` derived them; one that does not fit
        after all is searched again with the difference added.
 
@@ -164,7 +173,7 @@ class _Search:
     def smallest(self) -> Forecast:
         """The confirmed candidate of the smallest peak of all that were looked at; of the lowest floor if none was."""
         if not self.known:
-            lowest = min(self.floors, key=lambda setting: self.floors[setting])
+            lowest = min(self.floors, key=self._whole_floor)
             self.forecast(lowest, self.space.num_slices[-1], early=self.space.gradients_reason is None)
         while not (smallest := min(self.known.values(), key=_peak)).confirmed:
             self._exact(smallest)
@@ -218,6 +227,8 @@ class _Search:
             if found and self.out_of_time():
                 self.cut_short += 1
                 continue
+            if self._fits_as_it_is(found, setting):
+                continue
             if self._is_ruled_out(setting):
                 continue
             best = self.fewest_slices(setting)
@@ -227,6 +238,26 @@ class _Search:
                     undivided.add(without)
         return found
 
+    def _fits_as_it_is(self, found: list[Forecast], setting: Setting) -> bool:
+        """Whether the plainest of several strategies fits and leaves the step alone, so that no other is looked at."""
+        plainest, least = self.space.strategies.spreads[0], self.space.checkpointing[0]
+        if setting.spread == plainest:
+            return False
+        for forecast in found:
+            candidate = forecast.candidate
+            alone = candidate.checkpointed_modules == least.modules
+            if alone and candidate.split.num_slices == self.space.num_slices[0] and Spread.of(candidate) == plainest:
+                reason = f"not forecast: {strategy_words(candidate)} fits with nothing divided or recomputed"
+                other = self.space.candidate(setting, self.space.num_slices[0], zero_gradients_early=False)
+                if all(Spread.of(passed.candidate) != setting.spread for passed in self.unneeded):
+                    self.unneeded.append(PassedOver(candidate=other, predicted_peak_bytes=None, reason=reason))
+                return True
+        return False
+
+    def _whole_floor(self, setting: Setting) -> int:
+        candidate = self.space.candidate(setting, self.space.num_slices[-1], zero_gradients_early=True)
+        return self.floor(candidate, _ANY_BUDGET)
+
     def _is_ruled_out(self, setting: Setting) -> bool:
         candidate = self.space.candidate(setting, self.space.num_slices[-1], zero_gradients_early=True)
         floor = self.floors[setting] = self.floor(candidate, self.budget_bytes)
@@ -235,7 +266,7 @@ class _Search:
             self.ruled_out.pop(setting.spread, None)
         elif all(self.settings[known].spread != setting.spread for known in self.known):
             reason = (
-                f"does not fit: what lies there all the time, {format_bytes(floor)} at the least, is "
+                f"does not fit: {strategy_words(candidate)} holds {format_bytes(floor)} at the least all the time, "
                 f"{format_bytes(over)} over the budget"
             )
             first = PassedOver(candidate=candidate, predicted_peak_bytes=None, reason=reason)

@@ -37,6 +37,8 @@ def reason_passed_over(
             f"does not fit: {format_bytes(over)} more on the host than the {format_bytes(host_budget_bytes or 0)} given"
         )
     mine, taken = other.candidate, chosen.candidate
+    if mine.harm_tier < taken.harm_tier:
+        return f"estimated to fit, but nothing of harm tier {mine.harm_tier} did when it was forecast exactly"
     if mine.harm_tier > taken.harm_tier:
         return f"fits, but is of harm tier {mine.harm_tier} where tier {taken.harm_tier} fits"
     seconds, fastest = other.predicted_step_seconds, chosen.predicted_step_seconds
@@ -151,8 +153,7 @@ def _why_not_less(
     least = space.strategies.spreads[0]
     plain = [other for other in others if Spread.of(other.candidate) == least]
     if not plain or least.sharding is None:
-        known = (f"{each.candidate.sharding.label} {each.reason}" for each in ruled_out if each.candidate.sharding)
-        return next(known, "fits")
+        return next((each.reason.removeprefix("does not fit: ") for each in ruled_out), "fits")
     fitting = [other for other in plain if other.predicted_peak_bytes <= budget.budget_bytes]
     if not fitting:
         smallest = min(other.predicted_peak_bytes for other in plain)

@@ -108,6 +108,8 @@ def considered_strategies(
         spreads = [spread for spread in spreads if spread.name == strategy]
     elif request.offload == "never":
         left_out.append("offload to the host: offload='never'")
+    if request.optimizer_states == "8bit":
+        spreads = _with_quantised_states(spreads, strategy)
     uses_buckets = any(spread.sharding is not None and spread.sharding.zero_stage for spread in spreads)
     return Considered(
         spreads=tuple(spreads),
@@ -115,6 +117,16 @@ def considered_strategies(
         left_out=tuple(left_out),
         given=strategy != "auto",
     )
+
+
+def _with_quantised_states(spreads: Sequence[Spread], strategy: str) -> list[Spread]:
+    possible = [spread for spread in spreads if spread.obstacle("8bit") is None]
+    if not possible:
+        raise ConfigurationError(
+            f"optimizer_states='8bit' cannot be had with strategy={strategy!r}: {spreads[0].obstacle('8bit')}. Choose "
+            "strategy='ddp', or optimizer_states='as-configured'."
+        )
+    return possible
 
 
 def bucket_elements(parameter_elements: Sequence[int]) -> tuple[int, str]:
@@ -137,9 +149,18 @@ def bucket_elements(parameter_elements: Sequence[int]) -> tuple[int, str]:
     )
 
 
-def _check(num_devices: int, strategy: str, request: PlanRequest, device_kind: str) -> None:
+def check_num_devices(num_devices: object) -> None:
+    """Refuse what is no number of devices.
+
+    Raises:
+        ConfigurationError: with what was given.
+    """
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ConfigurationError(f"num_devices={num_devices!r} must be a whole number of at least 1.")
+
+
+def _check(num_devices: int, strategy: str, request: PlanRequest, device_kind: str) -> None:
+    check_num_devices(num_devices)
     known = ", ".join(map(repr, ("auto", *STRATEGIES)))
     if strategy not in ("auto", *STRATEGIES):
         raise ConfigurationError(f"strategy={strategy!r} is not known. Choose one of: {known}.")

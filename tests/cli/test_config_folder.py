@@ -65,7 +65,8 @@ def test_what_a_forecast_leaves_out_is_said(memfit: Memfit) -> None:
     )  # fmt: skip
     notes = " ".join(ran.document["notes"])
     assert "memfit.max_length=512 is left out of this forecast" in notes
-    assert "gradient clipping is left out" in notes and "planned for one device" in notes
+    assert "gradient clipping is left out" in notes and "planned for one device" not in notes
+    assert ran.document["devices"][0]["plan"]["forecast"]["candidate"]["split"]["ranks"] == 2
 
 
 def test_nothing_is_left_behind(memfit: Memfit, tmp_path: Path) -> None:

@@ -1,0 +1,267 @@
+"""Forecasts and plans for several devices without a Trainer. Run: ``pytest tests/test_several_devices.py``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memfit import Sharding, choose_strategy, forecast, make_plan
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
+from lightning_memfit.forecasting import make_plans
+from lightning_memfit.plan import BatchSplit, Candidate, Plan
+from lightning_memfit.search.strategies import bucket_elements
+from lightning_memfit.several_devices import host_bytes_of, on_ranks
+from lightning_memfit.strategy_choice import namespace_of, strategy_arguments
+from lightning_memfit.units import GIB, MIB
+
+WIDTH, BLOCKS = 2048, 4
+BLOCK_BYTES = 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)  # two linear layers with biases
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(nn.functional.gelu(self.up(hidden)))
+
+
+def network() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+def squared(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return module(batch).square().mean()
+
+
+def batch(samples: int = 8) -> torch.Tensor:
+    return torch.zeros(samples, 256, WIDTH, device="meta")
+
+
+def needs(sharding: Sharding | None = None, **settings: Any) -> Any:
+    given = {"device": "a100-40gb", **settings}
+    return forecast(network(), batch(), loss=squared, optimizer=torch.optim.AdamW, sharding=sharding, **given)
+
+
+@cache
+def plan_of(budget: int | str = "auto", **settings: Any) -> Plan:
+    return make_plan(
+        network(), batch(), effective_batch_size=64, loss=squared, optimizer=torch.optim.AdamW, device="a100-40gb",
+        num_devices=4, budget=budget, **settings,
+    )  # fmt: skip
+
+
+def zero(stage: Any, ranks: int = 4) -> Sharding:
+    return Sharding(
+        engine="deepspeed", ranks=ranks, zero_stage=stage, reduce_bucket_elements=1000, overlap_communication=True
+    )
+
+
+# One forecast
+
+
+def test_ddp_needs_its_buckets_beside_what_one_device_needs() -> None:
+    alone, ranked = needs(), needs(Sharding(engine="ddp", ranks=4))
+    assert ranked.by_category["communication"] == BLOCKS * BLOCK_BYTES
+    assert ranked.peak_allocated_bytes == alone.peak_allocated_bytes + BLOCKS * BLOCK_BYTES
+
+
+def test_each_stage_divides_more_than_the_one_before() -> None:
+    first, second, third = (needs(zero(stage), precision="bf16-mixed") for stage in (1, 2, 3))
+    assert first.peak_allocated_bytes > second.peak_allocated_bytes
+    assert first.by_category["parameters"] == BLOCKS * BLOCK_BYTES // 2  # all of them, in 16 bits
+    assert third.by_category["optimizer_states"] < 3 * BLOCKS * BLOCK_BYTES // 3  # a quarter of twelve bytes each
+
+
+def test_fsdp2_holds_a_quarter_of_everything_that_lasts() -> None:
+    sharding = Sharding(engine="fsdp2", ranks=4, shard_groups=("", *map(str, range(BLOCKS))))
+    memory = needs(sharding)
+    assert memory.by_category["optimizer_states"] == 2 * BLOCKS * BLOCK_BYTES // 4
+    assert memory.peak_allocated_bytes < 0.6 * needs().peak_allocated_bytes  # activations are not divided
+
+
+def test_the_optimizer_on_the_host_leaves_the_device() -> None:
+    here, away = needs(zero(2)), needs(zero(2), offload="optimizer")
+    assert here.by_category["optimizer_states"] > 0 and "optimizer_states" not in away.by_category
+
+
+def test_a_forecast_for_the_host_is_of_a_rank_too() -> None:
+    alone, ranked = needs(device="cpu", probe_operators=False), needs(
+        Sharding(engine="ddp", ranks=2), device="cpu", probe_operators=False
+    )  # fmt: skip
+    assert ranked.peak_allocated_bytes == alone.peak_allocated_bytes + BLOCKS * BLOCK_BYTES
+
+
+def test_only_deepspeed_offloads() -> None:
+    with pytest.raises(ConfigurationError, match=r"offload='optimizer' is forecast for DeepSpeed alone\. Give shardi"):
+        needs(Sharding(engine="ddp", ranks=2), offload="optimizer")
+    with pytest.raises(ConfigurationError, match=r"offload='parameters' is not forecast\. Choose 'optimizer' or 'nev"):
+        needs(zero(3), offload="parameters")
+
+
+# Plans
+
+
+def test_the_effective_batch_is_that_of_all_ranks() -> None:
+    split = plan_of().split
+    assert (split.effective_batch_size, split.ranks, split.accumulate_grad_batches, split.loader_batch_size) == (
+        64, 4, 2, 8,
+    )  # fmt: skip
+
+
+def test_ddp_departs_least_and_is_taken_where_it_fits() -> None:
+    plan = plan_of()
+    assert plan.candidate.sharding == Sharding(engine="ddp", ranks=4)
+    (choice,) = [choice for choice in plan.choices if choice.lever == "strategy"]
+    assert choice.value == "DDP over 4" and "departs least from a run on one device, and fits" in choice.reason
+    # An all-reduce sends 2 x 3/4 of them.
+    assert plan.forecast.exchanged_bytes == 2 * BLOCKS * BLOCK_BYTES * 3 // 4
+    assert any("300 GB/s" in note for note in plan.notes)
+    reasons = {each.reason for each in plan.passed_over if each.candidate.sharding != plan.candidate.sharding}
+    assert reasons == {"not forecast: DDP over 4 fits with nothing divided or recomputed"}
+
+
+def test_less_memory_takes_a_strategy_that_divides_and_says_what_ddp_needs() -> None:
+    plan = plan_of(1700 * MIB)
+    sharding = plan.candidate.sharding
+    assert sharding is not None and sharding.engine != "ddp" and plan.candidate.offload == "never"
+    assert plan.forecast.predicted_peak_bytes <= 1700 * MIB
+    (choice,) = [choice for choice in plan.choices if choice.lever == "strategy"]
+    assert "DDP over 4" in choice.reason
+
+
+def test_what_lies_there_all_the_time_rules_a_strategy_out_without_a_forecast() -> None:
+    ruled_out = {
+        each.candidate.sharding: each for each in plan_of(1700 * MIB).passed_over if each.predicted_peak_bytes is None
+    }
+    # 512.2 MiB of parameters, and as much of gradients, buckets and each of two states: 5 x 512.2.
+    assert ruled_out[Sharding(engine="ddp", ranks=4)].reason == (
+        "does not fit: DDP over 4 holds 2.501 GiB at the least all the time, 860.8 MiB over the budget"
+    )
+
+
+def test_the_host_is_used_only_where_nothing_else_fits() -> None:
+    plan = plan_of(700 * MIB)
+    assert plan.candidate.offload == "optimizer" and plan.candidate.harm_tier == 2
+    (choice,) = [choice for choice in plan.choices if choice.lever == "offload"]
+    assert "how much the host has is not known" in choice.reason
+    assert plan.forecast.host_bytes is not None and plan.forecast.host_bytes > 2 * BLOCKS * BLOCK_BYTES // 4
+
+
+def test_a_host_without_room_is_no_way_out() -> None:
+    with pytest.raises(NoFeasiblePlanError, match="No plan fits the budget"):
+        plan_of(700 * MIB, host_memory=MIB)
+    with pytest.raises(NoFeasiblePlanError):
+        plan_of(700 * MIB, offload="never")
+
+
+def test_a_named_strategy_is_the_only_one() -> None:
+    plan = plan_of(strategy="fsdp2")
+    assert plan.candidate.sharding is not None and plan.candidate.sharding.engine == "fsdp2"
+    engines = {each.candidate.sharding.engine for each in plan.passed_over if each.candidate.sharding}
+    assert engines <= {"fsdp2"}
+    assert next(choice.reason for choice in plan.choices if choice.lever == "strategy").startswith("as given")
+
+
+def test_where_no_link_is_known_fewest_exchanged_bytes_win() -> None:
+    plans = make_plans(
+        network(), batch(), devices=("a10g",), effective_batch_size=32, loss=squared, optimizer=torch.optim.AdamW,
+        num_devices=4,
+    )  # fmt: skip
+    plan = plans["a10g"]
+    assert isinstance(plan, Plan) and not plan.forecast.seconds_count_exchanges
+    assert any("is not known: strategies are ranked by the bytes" in note for note in plan.notes)
+    sent = plan.forecast.exchanged_bytes
+    assert sent is not None and sent <= 2 * BLOCKS * BLOCK_BYTES * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"effective_batch_size": 40},
+            r"40 is not a multiple of 32 samples: 4 devices x a batch of 8\. Nearest: 32 and",
+        ),
+        ({"num_devices": -1}, r"num_devices=-1 must be a whole number of at least 1"),
+        ({"strategy": "horovod"}, r"strategy='horovod' is not known\. Choose one of: 'auto', 'ddp'"),
+        ({"num_devices": 1, "strategy": "ddp"}, r"strategy='ddp' is planned for several devices, and num_devices=1"),
+        ({"strategy": "deepspeed_stage_3_offload", "offload": "never"}, r"offloads, and offload='never' forbids it"),
+        ({"strategy": "deepspeed_stage_2", "device": "cpu"}, r"cannot be had on a CPU: Lightning's DeepSpeedStrategy"),
+        ({"offload": "parameters"}, r"offload='parameters' is not forecast"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(settings: dict[str, Any], message: str) -> None:
+    given = {"effective_batch_size": 32, "num_devices": 4, "device": "a100-40gb", **settings}
+    with pytest.raises(ConfigurationError, match=message):
+        make_plan(network(), batch(), loss=squared, optimizer=torch.optim.AdamW, probe_operators=False, **given)
+
+
+def test_a_host_has_no_deepspeed_and_the_plan_says_so() -> None:
+    plan = make_plan(
+        network(), batch(), effective_batch_size=16, loss=squared, optimizer=torch.optim.AdamW, device="cpu",
+        num_devices=2, probe_operators=False, budget=4 * GIB, precision="32-true",
+    )  # fmt: skip
+    assert any(note.startswith("not considered: DeepSpeed: Lightning's") for note in plan.notes)
+    assert plan.candidate.sharding is not None and plan.candidate.sharding.engine == "ddp"
+
+
+def test_buckets_of_a_small_model_are_small_and_say_why() -> None:
+    chosen, reason = bucket_elements([512 * 2048])
+    assert chosen == 25 * MIB // 2 and "takes its whole size whatever is in it" in reason
+    assert bucket_elements([10**9]) == (
+        200_000_000, "Lightning's own 200,000,000 elements: the largest parameter has 1,000,000,000",
+    )  # fmt: skip
+
+
+def test_text_is_a_size_of_the_host() -> None:
+    assert host_bytes_of("2GiB") == 2 * GIB and host_bytes_of(None) is None
+    with pytest.raises(ConfigurationError, match=r"host_memory=-1 must be bytes"):
+        host_bytes_of(-1)
+
+
+# Lightning's objects
+
+
+def spread(sharding: Sharding | None, offload: Any = "never") -> Candidate:
+    split = BatchSplit(effective_batch_size=8, loader_batch_size=8, slice_sizes=(8,))
+    return on_ranks(Candidate(precision="32-true", split=split), sharding, offload)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "expected"),
+    [
+        (lambda _: spread(None), ("SingleDeviceStrategy", {})),
+        (lambda _: spread(Sharding(engine="ddp", ranks=4, gradient_as_bucket_view=True)),
+         ("DDPStrategy", {"gradient_as_bucket_view": True})),
+        (lambda _: spread(zero(2), "optimizer"),
+         ("DeepSpeedStrategy", {"stage": 2, "reduce_bucket_size": 1000, "offload_optimizer": True})),
+        (lambda _: spread(Sharding(engine="fsdp2", ranks=4)),
+         ("ModelParallelStrategy", {"data_parallel_size": 4, "tensor_parallel_size": 1})),
+    ],
+    ids=["one", "ddp", "deepspeed", "fsdp2"],
+)  # fmt: skip
+def test_a_candidate_is_a_strategy_of_lightning(candidate: Any, expected: Any) -> None:
+    assert strategy_arguments(candidate(None)) == expected
+
+
+def test_the_strategy_is_made_with_its_plan_and_reason() -> None:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    chosen = choose_strategy(
+        network(), batch(), 4, effective_batch_size=32, loss=squared, optimizer=torch.optim.AdamW, device="a100-40gb"
+    )
+    assert isinstance(chosen.strategy, DDPStrategy) and chosen.name == "DDPStrategy"
+    assert chosen.plan.split.ranks == 4 and "departs least" in chosen.reason
+
+
+def test_the_strategy_comes_from_the_package_of_the_module() -> None:
+    import lightning.pytorch
+
+    assert namespace_of(lightning.pytorch.LightningModule()) == "lightning.pytorch"
+    assert namespace_of(nn.Linear(1, 1)) == "lightning.pytorch"
