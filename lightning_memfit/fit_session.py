@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
+from lightning_memfit.apply.deepspeed_config import is_deepspeed, write_config
+from lightning_memfit.apply.deepspeed_engine import let_lightning_accumulate
 from lightning_memfit.apply.gradient_exchange import exchange_of
 from lightning_memfit.apply.loader import TrainLoader, forget_validation_loader
+from lightning_memfit.apply.sharding import is_ddp, set_bucket_view
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.hardware.measure_rates import forget_rates
 from lightning_memfit.kept_plans import KeptCorrections, KeptPlan
 from lightning_memfit.observe.random_state import random_state_kept
-from lightning_memfit.plan import Measurement, Plan, PlanRequest
+from lightning_memfit.plan import Candidate, Measurement, Plan, PlanRequest
 from lightning_memfit.planning import Announce, Planning
 from lightning_memfit.preparation import Preparation, WorstBatch, prepare
 from lightning_memfit.probers import Probers
@@ -205,7 +208,31 @@ class FitSession:
         self._run_levers.callback(
             set_instance_attribute(self.trainer, "accumulate_grad_batches", plan.split.accumulate_grad_batches)
         )
+        self._configure_engine(plan.candidate)
         self._levers.put_on(plan.candidate)
+
+    def _configure_engine(self, candidate: Candidate) -> None:
+        """Write the plan into the strategy's settings: the engine is built of them next, and holds them fast."""
+        strategy = self.trainer.strategy
+        if candidate.sharding is None:
+            return
+        if self._planning is not None:
+            self._planning.hold_fast(candidate)
+        if is_ddp(strategy):
+            self._run_levers.callback(set_bucket_view(strategy, candidate.sharding.gradient_as_bucket_view))
+        if not is_deepspeed(strategy):
+            return
+        self._run_levers.callback(
+            write_config(
+                strategy,
+                precision=candidate.precision,
+                sharding=candidate.sharding,
+                offload=candidate.offload,
+                micro_batch_size=candidate.split.micro_batch_size,
+                module=self._module,
+            )
+        )
+        self._run_levers.callback(let_lightning_accumulate(strategy))
 
     def connect(self) -> None:
         """Apply the levers of the optimizer, which has just been made."""

@@ -71,6 +71,7 @@ class Planning:
         self._deadline = deadline
         self._slices_compared = False
         self._recomputation_obstacle: str | None = None
+        self._built_for: Candidate | None = None
         self._recomputation_seen = False
         with prepared.as_planned():
             self.prepared = prepared.of_the_more_demanding_batch()
@@ -166,6 +167,19 @@ class Planning:
         if abs(now - before) > BUDGET_SHARE * before or self._obstacle_to_slices_in(kept) is not None:
             return None
         return self._taken_over(kept, "the plan is that of an equal run before")
+
+    def hold_fast(self, candidate: Candidate) -> None:
+        """Search on only among what an engine can run that was built for a candidate."""
+        self._built_for = candidate
+        self.space = self.space.built(candidate)
+        same: tuple[str, ...] = ("sharding",)
+        if candidate.sharding is not None and candidate.sharding.engine == "deepspeed":
+            same = ("sharding", "precision", "optimizer_states", "optimizer_implementation")
+        self.contenders = tuple(
+            each
+            for each in self.contenders
+            if all(getattr(each.candidate, name) == getattr(candidate, name) for name in same)
+        )
 
     def rule_out_recomputation(self, reason: str) -> None:
         """Recompute nothing in the searches that follow.
@@ -280,6 +294,8 @@ class Planning:
         self._obstacle = obstacle
         with self.prepared.as_planned():
             space = self.prepared.space(obstacle)
+        if self._built_for is not None:
+            space = space.built(self._built_for)
         ruled_out = self._recomputation_obstacle
         return space if ruled_out is None else space.without_recomputation(ruled_out)
 

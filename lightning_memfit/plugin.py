@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.markup import escape
 
+from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states, without_linked_momentum
 from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
 from lightning_memfit.apply.quiet_end import quiet_end
@@ -401,11 +402,13 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         """Make the delegate anew where it is of the other package, or for another kind of device than the run's."""
         namespace, device_type = namespace_of(trainer), trainer.strategy.root_device.type
         is_of_it = type(self.delegate).__module__.startswith(namespace)
-        if not is_of_it or getattr(self.delegate, "device", device_type) != device_type:
-            self.delegate = self._make_delegate(namespace, device_type)
+        is_for_it = is_deepspeed(trainer.strategy) == (type(self.delegate).__name__ == "DeepSpeedPrecision")
+        if not (is_of_it and is_for_it) or getattr(self.delegate, "device", device_type) != device_type:
+            self.delegate = self._make_delegate(namespace, device_type, trainer.strategy)
 
-    def _make_delegate(self, namespace: str, device_type: str) -> Any:
-        return make_delegate(self.request.precision or "32-true", device_type=device_type, namespace=namespace)
+    def _make_delegate(self, namespace: str, device_type: str, strategy: Any = None) -> Any:
+        precision = self.request.precision or "32-true"
+        return make_delegate(precision, device_type=device_type, namespace=namespace, strategy=strategy)
 
     @contextmanager
     def _status(self) -> Iterator[Announce]:

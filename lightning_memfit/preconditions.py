@@ -8,6 +8,7 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.fsdp2 import is_fully_sharded
 from lightning_memfit.apply.sharding import is_ddp, is_model_parallel
 from lightning_memfit.apply.slicing import check_loss_weight
@@ -63,12 +64,12 @@ def check_trainer(trainer: Any) -> None:
         f"{type(strategy).__name__} on {device.type} with {trainer.num_devices} device(s) x {trainer.num_nodes} node(s)"
     )
     single = type(strategy).__name__ == "SingleDeviceStrategy" and trainer.num_devices * trainer.num_nodes == 1
-    driven = single or is_ddp(strategy) or is_model_parallel(strategy)
+    driven = single or is_ddp(strategy) or is_model_parallel(strategy) or is_deepspeed(strategy)
     if not driven or device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"MemFit does not drive {found} in this release; it drives SingleDeviceStrategy, DDPStrategy and "
-            "ModelParallelStrategy (FSDP2) on cpu or cuda, such as Trainer(accelerator='cpu', devices=2, "
-            f"strategy='ddp'). {_WAY_OUT}"
+            f"MemFit does not drive {found} in this release; it drives SingleDeviceStrategy, DDPStrategy, "
+            "DeepSpeedStrategy and ModelParallelStrategy (FSDP2) on cpu or cuda, such as Trainer(accelerator='cpu', "
+            f"devices=2, strategy='ddp'). {_WAY_OUT}"
         )
     if is_model_parallel(strategy) and not is_fully_sharded(trainer.lightning_module):
         raise UnsupportedError(

@@ -15,6 +15,7 @@ from lightning_memfit.agreement import RankFacts, check_agreement, most_demandin
 from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
+from lightning_memfit.apply.deepspeed_config import is_deepspeed, offload_of
 from lightning_memfit.apply.length_cap import at_max_length
 from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_validation_batches
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
@@ -34,7 +35,7 @@ from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, PlanRequest
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.probers import Probers
 from lightning_memfit.run_forecaster import RunForecaster, floor_forecast, forecaster_of
@@ -46,6 +47,7 @@ from lightning_memfit.search.batch_arithmetic import (
 )
 from lightning_memfit.search.checkpointing import is_compiled, recomputable
 from lightning_memfit.search.levers import SearchSpace, search_space
+from lightning_memfit.search.strategies import ways_of_a_run
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.units import format_bytes
@@ -96,6 +98,8 @@ class Preparation:
     """Batches alive at the same time."""
     sharding: Sharding | None = None
     """How the run is spread over several devices; ``None`` on one."""
+    offload: Offload = "never"
+    """What the strategy keeps on the host."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
     recomputed: frozenset[str] = frozenset()
@@ -162,7 +166,12 @@ class Preparation:
 
     @property
     def _plain(self) -> Candidate:
-        return Candidate(precision=self.request.precision or "32-true", split=self._whole, sharding=self.sharding)
+        return Candidate(
+            precision=self.request.precision or "32-true",
+            split=self._whole,
+            sharding=self.sharding,
+            offload=self.offload,
+        )
 
     @property
     def _whole(self) -> BatchSplit:
@@ -306,6 +315,9 @@ class Preparation:
         """
         facts = self._optimizer_facts()
         implementations, states_reason = facts.implementations, facts.quantisation_obstacle
+        if self.sharding is not None and self.sharding.engine == "deepspeed":
+            implementations = ()
+            states_reason = states_reason or "DeepSpeed makes an optimizer of its own of the user's"
         if self.gathers:
             implementations = fsdp2.steppable_implementations(facts.name, implementations)
             states_reason = states_reason or fsdp2.reason_states_not_quantised(self.sharding)
@@ -326,7 +338,11 @@ class Preparation:
             states_reason=states_reason,
             states_left=facts.left_as_configured,
             gradients_reason=None if self.module.automatic_optimization else MANUAL_ZEROING,
-            sharding=self.sharding,
+            strategies=ways_of_a_run(
+                self.sharding,
+                self.offload,
+                [parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad],
+            ),
         )
 
     def _optimizer_facts(self) -> OptimizerFacts:
@@ -419,6 +435,7 @@ def prepare(
         ),
         resident_batches=resident_batches,
         sharding=sharding_of(trainer),
+        offload=offload_of(trainer.strategy) if is_deepspeed(trainer.strategy) else "never",
         scan_is_complete=scanned.complete,
         notes=(
             *_notes(trainer, loader, loader_plan),

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.gradient_exchange import GradientExchange, NoExchange
 from lightning_memfit.apply.precision import DelegatingPrecision, install_rescale
 from lightning_memfit.apply.slice_logs import SliceLogs
@@ -404,7 +405,7 @@ def unsliceable_reason(trainer: Any, module: Any) -> str | None:
             return f"{type(module).__qualname__} overrides {name}, which could depend on how often it runs"
     if len(trainer.optimizers) > 1:
         return f"{len(trainer.optimizers)} optimizers: automatic optimization drives one"
-    if trainer.strategy.handles_gradient_accumulation:
+    if trainer.strategy.handles_gradient_accumulation and not is_deepspeed(trainer.strategy):
         return f"{type(trainer.strategy).__qualname__} accumulates gradients itself"
     return None
 

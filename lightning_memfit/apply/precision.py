@@ -14,18 +14,20 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memfit.apply.deepspeed_config import is_deepspeed, make_deepspeed_delegate
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.undo import Undo, set_instance_attribute
 from lightning_memfit.upstream import NAMESPACES, namespace_of
 
 
-def make_delegate(precision: str, *, device_type: str, namespace: str) -> Any:
+def make_delegate(precision: str, *, device_type: str, namespace: str, strategy: Any = None) -> Any:
     """Make Lightning's own plugin for a precision.
 
     Args:
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` or ``"bf16-true"``.
         device_type: torch device type that autocast runs on, such as ``"cpu"``.
         namespace: the package the user's Trainer comes from, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        strategy: the run's, where it is known: DeepSpeed's engine scales and clips by itself.
 
     Raises:
         ConfigurationError: if the precision is not one of these.
@@ -33,6 +35,8 @@ def make_delegate(precision: str, *, device_type: str, namespace: str) -> Any:
     """
     if namespace not in NAMESPACES:
         raise UnsupportedError(f"The Trainer comes from {namespace!r}. MemFit works with: {', '.join(NAMESPACES)}.")
+    if is_deepspeed(strategy):
+        return make_deepspeed_delegate(precision, namespace=namespace)
     plugins = importlib.import_module(f"{namespace}.plugins.precision")
     if precision == "32-true":
         return plugins.Precision()
@@ -57,7 +61,9 @@ def exchange_delegate(trainer: Any, precision: str) -> Undo:
         return lambda: None
     namespace, device_type = namespace_of(trainer), trainer.strategy.root_device.type
     return set_instance_attribute(
-        plugin, "delegate", make_delegate(precision, device_type=device_type, namespace=namespace)
+        plugin,
+        "delegate",
+        make_delegate(precision, device_type=device_type, namespace=namespace, strategy=trainer.strategy),
     )
 
 

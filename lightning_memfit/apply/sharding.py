@@ -12,6 +12,7 @@ from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.deepspeed_config import is_deepspeed, zero_sharding
 from lightning_memfit.ranks import DEFAULT_TIMEOUT, OneRank, Ranks, SeveralRanks
 from lightning_memfit.sharding import Sharding
+from lightning_memfit.undo import Undo
 
 
 def sharding_of(trainer: Any) -> Sharding | None:
@@ -37,6 +38,20 @@ def ranks_of(trainer: Any) -> Ranks:
 def is_ddp(strategy: Any) -> bool:
     """Whether a strategy of either of Lightning's packages is DDP, and not DeepSpeed, which is derived from it."""
     return any(cls.__name__ == "DDPStrategy" for cls in type(strategy).__mro__) and not is_deepspeed(strategy)
+
+
+def set_bucket_view(strategy: Any, gradient_as_bucket_view: bool) -> Undo:
+    """Let DDP's wrapper, which is made next, keep gradients as views of its buckets, or not."""
+    settings: dict[str, Any] = strategy._ddp_kwargs
+    before = dict(settings)
+    if gradient_as_bucket_view != bool(settings.get("gradient_as_bucket_view", False)):
+        settings["gradient_as_bucket_view"] = gradient_as_bucket_view
+
+    def undo() -> None:
+        settings.clear()
+        settings.update(before)
+
+    return undo
 
 
 def is_model_parallel(strategy: Any) -> bool:

@@ -18,7 +18,6 @@ from lightning_memfit.plan import (
     balanced_slices,
 )
 from lightning_memfit.search.strategies import ONE_DEVICE, Considered, Spread
-from lightning_memfit.sharding import Sharding
 
 _PARTS = 4
 
@@ -83,6 +82,18 @@ class SearchSpace:
     """Why gradients may not be zeroed early, if they may not."""
     checkpointing_reason: str | None = None
     """Why nothing may be recomputed, if a warm-up showed that it may not."""
+
+    def built(self, candidate: Candidate) -> SearchSpace:
+        """The same space with what an engine that was built for a candidate holds fast."""
+        space = replace(self, strategies=replace(self.strategies, spreads=(Spread.of(candidate),)))
+        if candidate.sharding is None or candidate.sharding.engine != "deepspeed":
+            return space
+        return replace(
+            space,
+            precisions=(candidate.precision,),
+            optimizer_states=(candidate.optimizer_states,),
+            optimizer_implementations=(candidate.optimizer_implementation,),
+        )
 
     def without_recomputation(self, reason: str) -> SearchSpace:
         """The same space with nothing recomputed."""
@@ -164,7 +175,6 @@ def search_space(
     states_reason: str | None = "not looked at",
     states_left: str | None = None,
     gradients_reason: str | None = None,
-    sharding: Sharding | None = None,
     strategies: Considered = ONE_DEVICE,
     host_budget_bytes: int | None = None,
 ) -> SearchSpace:
@@ -183,7 +193,6 @@ def search_space(
         states_reason: why the optimizer's states cannot be quantised; ``None`` if they can.
         states_left: which of several optimizers keep their states when others' are quantised, and why.
         gradients_reason: why gradients cannot be zeroed early; ``None`` if they can.
-        sharding: how the run is spread over several devices, where that is given; ``None`` on one.
         strategies: ways to spread training over several devices, where there is a choice.
         host_budget_bytes: what all ranks of a node may keep in the host's memory; ``None`` where that is not known.
 
@@ -214,7 +223,7 @@ def search_space(
         states_reason=states_reason,
         states_left=states_left,
         gradients_reason=gradients_reason,
-        strategies=strategies if sharding is None else Considered(spreads=(Spread(sharding=sharding),), given=True),
+        strategies=strategies,
         host_budget_bytes=host_budget_bytes,
     )
 

@@ -119,6 +119,31 @@ def considered_strategies(
     )
 
 
+def ways_of_a_run(sharding: Sharding | None, offload: Offload, parameter_elements: Sequence[int]) -> Considered:
+    """The ways in which the strategy that a Trainer has may spread a run: as it is set up, or with smaller buffers.
+
+    Args:
+        sharding: as it is set up; ``None`` on one device.
+        offload: what it keeps on the host.
+        parameter_elements: elements of each parameter that is trained.
+    """
+    if sharding is None:
+        return ONE_DEVICE
+    spreads, reason = [Spread(sharding=sharding, offload=offload)], None
+    if sharding.engine == "ddp" and not sharding.gradient_as_bucket_view:
+        spreads.append(Spread(sharding=replace(sharding, gradient_as_bucket_view=True)))
+    if sharding.engine == "deepspeed":
+        bucket, reason = bucket_elements(parameter_elements)
+        reduced, gathered = (
+            None if size is None else min(size, bucket)
+            for size in (sharding.reduce_bucket_elements, sharding.allgather_bucket_elements)
+        )
+        smaller = replace(sharding, reduce_bucket_elements=reduced, allgather_bucket_elements=gathered)
+        if smaller != sharding:
+            spreads.append(Spread(sharding=smaller, offload=offload))
+    return Considered(spreads=tuple(spreads), bucket_reason=reason, given=True)
+
+
 def _with_quantised_states(spreads: Sequence[Spread], strategy: str) -> list[Spread]:
     possible = [spread for spread in spreads if spread.obstacle("8bit") is None]
     if not possible:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_memfit.apply.batch_transfer import hook_owners, transferred
+from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.gradient_exchange import exchange_of
 from lightning_memfit.errors import UnsupportedError, is_out_of_memory
 from lightning_memfit.observe.callbacks import callback_bytes
@@ -105,8 +106,8 @@ def run_warmup(
         call=upstream_module(trainer, "trainer.call"),
         agreed=agreed,
     )
-    roots = [*_roots(trainer), *hook_owners(trainer), batch, validation_batch]
-    where = _place(snapshot_in, spare_bytes, [module, *trainer.optimizers, batch, validation_batch])
+    roots = [*_roots(trainer), *hook_owners(trainer), *_engine(trainer), batch, validation_batch]
+    where = _place(snapshot_in, spare_bytes, [*run.holders, batch, validation_batch])
     beside = callback_bytes(trainer, module) + exchange_of(trainer.strategy).held_bytes()
     with (
         take_snapshot(
@@ -121,7 +122,7 @@ def run_warmup(
         torch.enable_grad(),
     ):
         _drop_gradients(module, trainer.optimizers)
-        resident = beside + storage_bytes(reachable_tensors([module, *trainer.optimizers, batch]))
+        resident = beside + storage_bytes(reachable_tensors([*run.holders, batch]))
         resident += (resident_batches - 1) * storage_bytes(reachable_tensors([batch]))
         training_meter = meter(resident)
         with _reusable(batch) as untouched:
@@ -240,6 +241,11 @@ class _WarmUp:
     The warm-up has to keep them for its next step.
     """
 
+    @property
+    def holders(self) -> list[Any]:
+        """What holds the run's tensors."""
+        return [self.module, *self.trainer.optimizers, *_engine(self.trainer)]
+
     def train(self, batch: Any, untouched: Snapshot, num_steps: int) -> None:
         """Run optimizer steps."""
         self.trainer.training = True
@@ -321,7 +327,7 @@ class _WarmUp:
     def evaluate(self, batch: Any, meter: Callable[[int], Meter], beside: int, num_batches: int | None) -> _Evaluation:
         """Run evaluation steps as the validation loop does inside an epoch: gradients are gone, states exist."""
         self._hook("on_validation_model_zero_grad")
-        running = meter(beside + storage_bytes(reachable_tensors([self.module, *self.trainer.optimizers, batch])))
+        running = meter(beside + storage_bytes(reachable_tensors([*self.holders, batch])))
         self.trainer.validating = True
         kept = 0
         try:
@@ -390,6 +396,11 @@ def _bytes_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> int:
 
 def _reusable(batch: Any) -> Snapshot:
     return take_snapshot(None, extra_roots=[batch], random_state=False)
+
+
+def _engine(trainer: Any) -> list[Any]:
+    """DeepSpeed's engine, which holds parts of parameters and states that neither module nor optimizer have."""
+    return [trainer.strategy.model] if is_deepspeed(trainer.strategy) else []
 
 
 def _roots(trainer: Any) -> list[Any]:

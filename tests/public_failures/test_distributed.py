@@ -63,7 +63,7 @@ def test_the_batch_of_all_devices_is_asked_for_and_that_of_each_follows() -> Non
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_stage_2"])
 def test_8_bit_states_are_refused_where_parameters_are_divided(strategy: str) -> None:
-    """bitsandbytes-foundation/bitsandbytes#89, huggingface/accelerate#1902: they fail there, or become others unseen."""
+    """bitsandbytes-foundation/bitsandbytes#89, huggingface/accelerate#1902: they fail there, or become others."""
     with pytest.raises(ConfigurationError, match=rf"optimizer_states='8bit' cannot be had with strategy='{strategy}'"):
         planned(2, 8, strategy=strategy, optimizer_states="8bit")
 

@@ -6,6 +6,7 @@ written to ``FOLDER``.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import pickle
@@ -59,6 +60,7 @@ def run_on_ranks(
             "GROUP_RANK": "0",
             "TORCHELASTIC_RUN_ID": "memfit-tests",
             "OMP_NUM_THREADS": "1",
+            "SECONDS": str(seconds),
         }
         command = [sys.executable, "-m", "tests.ranks.launch", function.__module__, function.__name__, folder]
         outputs = [Path(folder) / f"{rank}.txt" for rank in range(count)]
@@ -70,6 +72,9 @@ def run_on_ranks(
         try:
             for process in processes:
                 process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            said = "\n".join(f"rank {rank}:\n{output.read_text()[-6000:]}" for rank, output in enumerate(outputs))
+            raise AssertionError(f"ranks still ran after {seconds:.0f} s:\n{said}") from error
         finally:
             for process in processes:
                 process.kill()
@@ -93,6 +98,7 @@ def _result(path: Path) -> Any:
 
 if __name__ == "__main__":
     module, name, folder = sys.argv[1:]
+    faulthandler.dump_traceback_later(0.9 * float(os.environ["SECONDS"]))  # where it hangs, if it does
     rank = int(os.environ["RANK"])
     result = getattr(importlib.import_module(module), name)(rank)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))

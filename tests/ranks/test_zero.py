@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks.launch import results, run_on_ranks
-from tests.ranks.zero_programs import CASES, MORE_CASES, ZeroCase, one_process, run_cases, run_more_cases
+from tests.ranks.zero_programs import CASES, LIVE, MORE_CASES, ZeroCase, one_process, run_cases, run_more_cases
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install lightning-memfit[deepspeed]")
 
@@ -28,6 +28,24 @@ def test_the_weights_are_those_of_one_process_with_the_same_effective_batch(
     ranks: list[dict[str, Any]], name: str
 ) -> None:
     check_weights(ranks, name, CASES[name])
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_run_that_was_planned_and_proven_has_those_weights_too(ranks: list[dict[str, Any]], name: str) -> None:
+    check_weights(ranks, name, LIVE[name])
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_what_was_predicted_for_a_rank_was_measured_with_buckets_that_fit(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    first, second = (rank[name] for rank in ranks)
+    assert first["plan"] == second["plan"] and first["measured"] == second["measured"]
+    sharding = first["plan"].candidate.sharding
+    assert sharding.reduce_bucket_elements < 200_000_000  # of which two alone take 1.5 GiB
+    predicted = first["plan"].forecast.memory.peak_allocated_bytes
+    for measured in first["measured"].measured_peak_bytes_by_rank:
+        assert abs(predicted - measured) <= 0.03 * measured
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_memfit import MemFit
 from lightning_memfit.apply.deepspeed_config import make_deepspeed_delegate, write_config
 from lightning_memfit.apply.deepspeed_engine import let_lightning_accumulate
 from lightning_memfit.apply.gradient_exchange import exchange_of
@@ -186,10 +187,38 @@ def run_constant(*, with_memfit: bool, folder: str) -> float:
     return float(whole_weights(module)["weight"])
 
 
+LIVE = {f"stage {stage}, planned": ZeroCase(stage=stage, epochs=7, **_SHORT_WINDOW) for stage in (1, 2, 3)}
+"""Runs that MemFit plans, proves and trains; the budget leaves no room for Lightning's own buckets."""
+LIVE_BUDGET = "256MiB"
+
+
+def train_live(case: ZeroCase, rank: int, folder: str) -> dict[str, Any]:
+    """One fit on one rank, planned."""
+    plugin = MemFit(
+        effective_batch_size=case.effective_batch_size,
+        micro_batch_size=case.micro_batch_size,
+        budget=LIVE_BUDGET,
+        precision="32-true",
+        activation_checkpointing="none",
+        cache_dir=f"{folder}/cache",
+        verbose=False,
+    )
+    net = net_of(case)
+    trainer = trainer_of(dataclasses.replace(case, accumulate=1), folder, plugins=[plugin])
+    trainer.fit(net, loader_of(case, rank))
+    return {
+        "weights": whole_weights(net),
+        "steps": trainer.global_step,
+        "plan": plugin.plan,
+        "measured": plugin.measured,
+    }
+
+
 def run_cases(rank: int) -> dict[str, Any]:
     """The cases, and the constant gradient with and without MemFit."""
     with tempfile.TemporaryDirectory() as folder:
         found = _train_all(CASES, rank, folder)
+        found |= {name: train_live(case, rank, folder) for name, case in LIVE.items()}
         found["constant"] = run_constant(with_memfit=True, folder=folder)
         found["constant, Lightning alone"] = run_constant(with_memfit=False, folder=folder)
         return found
