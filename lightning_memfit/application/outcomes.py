@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_memfit.application.subject import Subject
-from lightning_memfit.errors import NoFeasiblePlanError, TraceError, UnsupportedError
+from lightning_memfit.errors import NoFeasiblePlanError, TraceError, UnsupportedError, first_line
 from lightning_memfit.forecasting import make_plans
 from lightning_memfit.hardware.catalog import catalog, catalog_device, find_gpu
 from lightning_memfit.hardware.detect import detect_device
@@ -186,9 +186,10 @@ def _with_a_plan(asked: Asked, device: DeviceSpec, plan: Plan, *, has_budget: bo
 
 def _without_a_plan(asked: Asked, device: DeviceSpec, error: NoFeasiblePlanError, *, has_budget: bool) -> Outcome:
     missing, uncertain = error.missing_bytes, 0 if has_budget else _uncertain_bytes(device)
-    within = error.smallest is not None and missing <= uncertain
-    suggests = device.kind == "cuda" and error.smallest is not None and not has_budget
-    reason = f"{format_bytes(missing)} too much"
+    beyond_the_host = error.smallest is not None and error.best_peak_bytes <= error.budget_bytes
+    within = error.smallest is not None and missing <= uncertain and not beyond_the_host
+    suggests = not beyond_the_host and device.kind == "cuda" and error.smallest is not None and not has_budget
+    reason = first_line(error) if beyond_the_host else f"{format_bytes(missing)} too much"
     if within:
         reason = (
             f"{format_bytes(missing)} too much for the least that {device.name} may offer, and context and total are "

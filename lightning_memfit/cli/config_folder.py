@@ -16,7 +16,8 @@ from lightning_memfit.errors import ConfigurationError
 
 CONFIG_DIR, CONFIG_NAME = "conf", "config"
 """Where the primary config is looked for if nothing else is said."""
-_SHAPES = Path(str(resources.files("lightning_memfit.shapes")))
+SHAPES = Path(str(resources.files("lightning_memfit.shapes")))
+"""The folder of the config that comes with the package: large models by their shapes."""
 _OTHERWISE = "name your own code with --model and --batch"
 
 
@@ -45,7 +46,7 @@ def composed_subject(
     """
     folder, name = Path(config_dir or CONFIG_DIR).resolve(), config_name or CONFIG_NAME
     if config_dir is None and config_name is None and _is_a_known_shape(overrides, folder):
-        folder = _SHAPES
+        folder = SHAPES
     words = " ".join(overrides) or f"{folder.name}/{name}"
     with (
         _composed(folder, name, overrides) as config,
@@ -67,7 +68,7 @@ def _is_a_known_shape(overrides: Sequence[str], folder: Path) -> bool:
     asked = [value for name, _, value in (each.partition("=") for each in overrides) if name == "model"]
     if not asked or (folder / "model" / f"{asked[-1]}.yaml").is_file():
         return False
-    return (_SHAPES / "model" / f"{asked[-1]}.yaml").is_file()
+    return (SHAPES / "model" / f"{asked[-1]}.yaml").is_file()
 
 
 @contextmanager

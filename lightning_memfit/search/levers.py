@@ -217,7 +217,7 @@ def search_space(
         recomputed_anyway=recomputed_anyway,
         num_slices=counts,
         optimizer_states=_states(request, states_reason),
-        optimizer_implementations=("as-configured", *implementations) if asked == "auto" else (asked,),
+        optimizer_implementations=_implementations(implementations, strategies) if asked == "auto" else (asked,),
         precision_reason=precision_reason,
         slicing_reason=reason,
         states_reason=states_reason,
@@ -226,6 +226,15 @@ def search_space(
         strategies=strategies,
         host_budget_bytes=host_budget_bytes,
     )
+
+
+def _implementations(
+    offered: tuple[OptimizerImplementation, ...], strategies: Considered
+) -> tuple[OptimizerImplementation, ...]:
+    """Of several strategies, each would be followed with each: ``fused`` takes no more than tensors one by one."""
+    if len(strategies.spreads) > 1 and "fused" in offered:
+        offered = tuple(each for each in offered if each != "single-tensor")
+    return ("as-configured", *offered)
 
 
 def _states(request: PlanRequest, obstacle: str | None) -> tuple[OptimizerStates, ...]:

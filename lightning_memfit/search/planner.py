@@ -419,6 +419,14 @@ def _nothing_fits(
         checkpointing_reason=space.checkpointing_reason,
         states_reason=space.states_reason,
     )
+    over = beyond_the_host(best, space.host_budget_bytes)
+    if over:
+        ranks, given = best.candidate.split.ranks, format_bytes(space.host_budget_bytes or 0)
+        kept = format_bytes((best.host_bytes or 0) * ranks)
+        message = (
+            f"No plan fits the host: of the smallest one, {ranks} ranks keep {kept} in its memory, "
+            f"{format_bytes(over)} more than the {given} that are given (host_memory).\n{message}"
+        )
     return NoFeasiblePlanError(
         message, budget_bytes=budget.budget_bytes, best_peak_bytes=best.predicted_peak_bytes, smallest=best
     )

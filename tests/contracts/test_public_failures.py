@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 REPORT = re.compile(r"[\w.-]+/[\w.-]+#\d+")
-STAGES = ("predict", "apply", "validate", "sweep")
+STAGES = ("predict", "apply", "validate", "distributed", "sweep")
 
 
 class Kind(NamedTuple):

@@ -61,11 +61,20 @@ def _a_benchmark(words: list[str], where: str) -> None:
     assert all((ROOT / path).exists() for path in results), f"{where}: a result is not kept"
 
 
+def _a_slow_test(words: list[str], where: str) -> None:
+    text = (ROOT / "tests" / "cli" / "test_plan_several_devices.py").read_text(encoding="utf-8")
+    assert f'COMMAND = "{" ".join(words)}"' in text, f"{where}: no slow test runs it"
+
+
 CHECKED: dict[str, tuple[str, Callable[[list[str], str], None]]] = {
     r"pip install ": ("changes the environment; its extras are those of pyproject.toml", _installs),
     r"git clone <this repository>": ("needs the network", lambda words, where: None),
     r"bash (scripts/\w+\.sh|\.ci/run)": ("takes minutes; .ci/run runs it", _run_by_ci),
     r"python -m benchmarks\.": ("takes minutes; benchmarks/README.md and tests/benchmarks have them", _a_benchmark),
+    r"memfit plan hardware=a100-80gb devices=8 model=llama_70b": (
+        "takes most of a minute; a slow test of tests/cli compares what it prints",
+        _a_slow_test,
+    ),
     r"python -m mkdocs build --strict": ("a step of .ci/run", lambda words, where: None),
 }
 """By the beginning of a command: why it is not run, and the check."""
