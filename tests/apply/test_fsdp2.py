@@ -98,6 +98,9 @@ REFUSED: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     r"'': which groups are fetched ahead|'0': which groups are fetched ahead was set by hand": prefetching,
     r"'1': resharding after, or gathering in, the backward was switched off": kept_in_backward,
     r"2 modules are one group": grouped,
+    r"param_dtype=torch.bfloat16, reduce_dtype=torch.float32\) is not planned for": lambda mesh: fully_shard(
+        blocks(), mesh=mesh, mixed_precision=BF16
+    ),
     r"2 mixed-precision policies in one module": lambda mesh: by_hand(blocks(), mesh, mp_policy=BF16),
     r"reshard_after_forward differs between groups: False for \['0'\], True for \['1'\]": lambda mesh: by_hand(
         blocks(), mesh, reshard_after_forward=False
