@@ -61,9 +61,11 @@ def fsdp2_timeline(
         UnsupportedError: if the sharding is none of FSDP2, the timeline does not tell its parameters, or one of them
             cannot be divided.
 
-    Ignores: a mixed-precision policy of torch's (autocast is in the timeline already); groups of several modules;
-    modules that one group calls twice in a row, which count as one call; that clipping works on shares; tensors of
-    some bytes with which torch describes the ranks.
+    Ignores: a mixed-precision policy of torch's (autocast is in the timeline already); groups of several modules; a
+    block that is called several times in a row, which counts as one call, so that a rank may need less by what is
+    gathered of one block; that clipping works on shares; tensors of some bytes with which torch describes the ranks.
+    On a GPU, that torch gathers and reduces on streams of their own: what one stream frees, another cannot take at
+    once, so that more may be reserved. None of this has been compared with a GPU.
     """
     if sharding.engine != "fsdp2":
         raise UnsupportedError(f"{sharding.label} is not FSDP2.")

@@ -319,3 +319,69 @@ def test_a_step_derived_from_a_record_gives_the_peak_of_torchs_own_engine(in_roo
         derived = fsdp2_timeline(window, sharding, collectives="gloo", slices_per_batch=3)
         _, traced = both(step, sharding, slices=3, recomputed=bool(recomputed))
         assert peaks(derived).by_phase == peaks(traced).by_phase
+
+
+def with_frozen(*beginnings: str) -> StepProgram:
+    """A step in which the parameters whose names begin so are not trained."""
+    network = Net(101, 24, 3)
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(not name.startswith(beginnings))
+    return program_of(
+        network, loss=next_word, optimizer=lambda parameters: SGD([each for each in parameters if each.requires_grad])
+    )
+
+
+class CalledTwice(Net):
+    """All blocks, and all of them again."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class WithoutStem(nn.Module):
+    """The first block is given what has no gradient, so that nothing tells that its backward is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(24) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids.float()[..., None].expand(*ids.shape, 24)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+UNUSUAL: dict[str, Callable[[], StepProgram]] = {
+    "embeddings and a block frozen": lambda: with_frozen("embed", "blocks.0"),
+    "a block in the middle frozen": lambda: with_frozen("blocks.1"),
+    "blocks called twice": lambda: program_of(CalledTwice(101, 24, 2), loss=next_word, optimizer=SGD),
+    "no parameters in the root": lambda: program_of(
+        WithoutStem(), loss=lambda net, ids: net(ids).square().mean(), optimizer=SGD
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_is_not_trained_or_called_more_than_once_is_told_too(name: str) -> None:
+    step = UNUSUAL[name]()
+    derived, traced = both(step, spread(step, 4), slices=2)
+    assert peaks(derived).by_phase == peaks(traced).by_phase
+    assert alive_at_the_end(derived) == alive_at_the_end(traced)
+
+
+def test_a_block_that_is_called_several_times_in_a_row_is_said_to_need_no_less() -> None:
+    class InARow(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(block(block(x)))
+            return self.head(x)
+
+    step = program_of(InARow(101, 24, 2), loss=next_word, optimizer=SGD)
+    derived, traced = both(step, spread(step, 4), slices=2, recomputed=True)
+    block = 4 * (24 * 72 + 72 + 72 * 24 + 24 + 2 * 24)  # what is gathered of one
+    assert 0 <= peaks(derived).peak_allocated_bytes - peaks(traced).peak_allocated_bytes <= block
