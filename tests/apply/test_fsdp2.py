@@ -129,7 +129,7 @@ def test_gradients_are_exchanged_after_every_slice_or_wait_for_the_last(mesh: De
         with pytest.raises(ZeroDivisionError), exchange.around_slice(is_last=False):
             raise ZeroDivisionError
         assert reducing(module) == [True] * 3
-        assert exchange.never() is None and exchange.held_bytes() == 0 and not exchange.settles
+        assert exchange.never() is None and exchange.held_bytes() == 0 and exchange.in_every_slice
 
 
 def test_waiting_gradients_are_whole_and_in_the_dtype_that_is_reduced(mesh: DeviceMesh) -> None:
@@ -144,7 +144,6 @@ def test_waiting_gradients_are_whole_and_in_the_dtype_that_is_reduced(mesh: Devi
 
 
 def test_states_in_8_bits_are_refused_under_fully_shard_alone() -> None:
-    """Reported in bitsandbytes-foundation/bitsandbytes#1633."""
     assert reason_states_not_quantised(None) is None
     assert reason_states_not_quantised(Sharding(engine="ddp", ranks=2)) is None
     assert reason_states_not_quantised(Sharding(engine="deepspeed", ranks=2, zero_stage=3)) is None
