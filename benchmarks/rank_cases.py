@@ -132,14 +132,13 @@ def build(case: RankCase) -> tuple[torch.nn.Module, Batch, StepProgram]:
     program = program_of(
         workload.network,
         loss=workload.loss,
-        optimizer=partial(make_optimizer, case.optimizer),
+        optimizer=partial(_optimizer, case.optimizer),
         step_context=autocast_context(case.precision),
     )
     return workload.network, workload.batch, program
 
 
-def make_optimizer(name: OptimizerName, parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of a case."""
+def _optimizer(name: OptimizerName, parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-3)
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-import torch
-from torch import nn
-
-from benchmarks.rank_cases import RankCase, build, fsdp2_sharding, make_optimizer, slices_of
+from benchmarks.rank_cases import RankCase, build, fsdp2_sharding, slices_of
 from lightning_memfit.applied_in_a_trace import checkpointed
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.predict.fsdp2 import fsdp2_timeline
@@ -19,7 +15,7 @@ from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.op_probe import OperatorProber
 from lightning_memfit.trace.optimizer_step import trace_optimizer_step
 from lightning_memfit.trace.timeline import Timeline
-from lightning_memfit.trace.training_step import program_of, trace_window
+from lightning_memfit.trace.training_step import trace_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +33,10 @@ class Predicted:
 def _of_fsdp2(case: RankCase, prober: OperatorProber) -> Predicted:
     sharding = fsdp2_sharding(case, build(case)[0])
     whole, spread = _trace(case, None), _trace(case, sharding)
-    derived = fsdp2_timeline(whole, sharding, _step_of_shares(case), collectives="gloo", slices_per_batch=case.slices)
+    step = trace_optimizer_step(build(case)[2], sharding=sharding)
+    derived = fsdp2_timeline(whole, sharding, step, collectives="gloo", slices_per_batch=case.slices)
     return Predicted(
         one_device=_replay(whole, prober), traced=_replay(spread, prober), transformed=_replay(derived, prober)
-    )
-
-
-def _step_of_shares(case: RankCase) -> Timeline:
-    """The optimizer's step over what the first rank holds."""
-    _, _, program = build(case)
-    rows = [
-        nn.Parameter(torch.empty(-(-whole.shape[0] // case.ranks), *whole.shape[1:], device="meta"))
-        for whole in program.module.parameters()
-    ]
-    shares = nn.ParameterList(rows)
-    return trace_optimizer_step(
-        program_of(shares, loss=lambda module, batch: batch, optimizer=partial(make_optimizer, case.optimizer))
     )
 
 

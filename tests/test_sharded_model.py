@@ -77,6 +77,7 @@ def test_a_step_gathers_as_forward_does_and_is_what_lightning_took_it_for(mesh: 
     step = module.training_step
     assert list(inspect.signature(step).parameters) == ["batch", "batch_idx"] and takes_batch_idx(step)
     assert is_overridden("training_step", module) and not is_overridden("validation_step", module)
+    assert "training_step" in vars(module) and "validation_step" not in vars(module)
     step(torch.ones(3, 4), 0).backward()  # asserts that it sees whole parameters
     gradient: Any = module.head.weight.grad
     assert isinstance(gradient, DTensor) and gradient.to_local().shape == (1, 4)

@@ -56,6 +56,13 @@ def sharding_of(module: nn.Module, *, synchronisation: Synchronisation = "slice"
         raise UnsupportedError(
             f"fully_shard with {len(policies)} mixed-precision policies in one module is not forecast. Use one."
         )
+    policy = mixed_precision_of(module)
+    if policy is not None:
+        raise UnsupportedError(
+            f"fully_shard with MixedPrecisionPolicy(param_dtype={policy.param_dtype}, reduce_dtype="
+            f"{policy.reduce_dtype}) is not planned for: what one device would need in those dtypes is not known. "
+            "Leave the policy out, and use MemFit(precision='bf16-mixed')."
+        )
     kept = {name for name, state in parts.items() if _is_kept(state)} - {next(iter(parts))}
     inner = set(parts) - {next(iter(parts))}
     if kept and kept != inner:

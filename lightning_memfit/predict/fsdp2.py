@@ -19,7 +19,7 @@ Compared with torch's own engine, followed on fakes, in ``tests/predict/test_fsd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -61,10 +61,11 @@ def fsdp2_timeline(
         UnsupportedError: if the sharding is none of FSDP2, the timeline does not tell its parameters, or one of them
             cannot be divided.
 
-    Ignores: a mixed-precision policy of torch's (autocast is in the timeline already); groups of several modules;
-    modules that one group calls twice in a row, which count as one call; that clipping works on shares; tensors of
-    some bytes with which torch describes the ranks. Where the loss is computed outside of the root, the root's
-    backward begins with the first operator of a module that the root calls.
+    Ignores: a mixed-precision policy of torch's (autocast is in the timeline already); groups of several modules; a
+    block that is called several times in a row, which counts as one call, so that a rank may need less by what is
+    gathered of one block; that clipping works on shares; tensors of some bytes with which torch describes the ranks.
+    On a GPU, that torch gathers and reduces on streams of their own: what one stream frees, another cannot take at
+    once, so that more may be reserved. None of this has been compared with a GPU.
     """
     if sharding.engine != "fsdp2":
         raise UnsupportedError(f"{sharding.label} is not FSDP2.")
@@ -74,9 +75,9 @@ def fsdp2_timeline(
     window = timeline if optimizer_step is None else with_optimizer_step(timeline, optimizer_step)
     shares = shares_by_storage(timeline, groups)
     per_batch = slices_per_batch or timeline.micro_steps
-    rank = _Rank(window, groups, sharding, collectives, per_batch, _root_ends(timeline))
-    for index, event in enumerate(window.events):
-        rank.pass_on(index, event)
+    rank = _Rank(window, groups, sharding, collectives, per_batch)
+    for event in window.events:
+        rank.pass_on(event)
     rank.finish()
     residents = tuple(
         each._replace(allocated_bytes=shares[each.storage])
@@ -124,7 +125,6 @@ class _Rank:
         sharding: Sharding,
         collectives: Collectives,
         slices_per_batch: int,
-        root_ends: Mapping[int, int],
     ) -> None:
         self.events: list[Event] = []
         self.categories: dict[int, Category] = {}
@@ -145,13 +145,12 @@ class _Rank:
         self._reduced: int | None = None
         self._whole: dict[int, int] = {}
         self._held_whole: set[int] = set()
-        self._ends = root_ends
         self._defers = sharding.synchronisation == "step" and slices_per_batch > 1
         self._earlier_batches = self._defers and window.micro_steps > slices_per_batch
 
     # Events of the step of one device
 
-    def pass_on(self, index: int, event: Event) -> None:
+    def pass_on(self, event: Event) -> None:
         """One event: what the engine does in front of it, and the event where it happens on the rank too."""
         if isinstance(event, Free):
             self._pass_free(event)
@@ -159,7 +158,7 @@ class _Rank:
         if (event.phase, event.micro_step) != (self._phase, self._micro_step):
             self._enter(event)
         if event.phase == "forward":
-            self._forward(index, event)
+            self._forward(event)
         elif event.phase == "backward":
             self._backward(event)
             if self._is_added_elsewhere(event):
@@ -206,9 +205,8 @@ class _Rank:
 
     # Forward
 
-    def _forward(self, index: int, event: Operation) -> None:
-        is_behind = index >= self._ends.get(event.micro_step, len(self._window.events))
-        around = [] if is_behind else self._around(event.module)
+    def _forward(self, event: Operation) -> None:
+        around = self._around(event)
         self._close_forward(around)
         for group in around:
             if group not in self._open:
@@ -230,9 +228,9 @@ class _Rank:
     # Backward
 
     def _backward(self, event: Operation) -> None:
-        around = self._around(event.module)
+        around = self._around(event)
         if not self._root_has_begun:
-            if not around or (not event.module and event.micro_step in self._ends):
+            if not around:
                 return  # of the loss, which is not computed in the root
             self._root_has_begun = True
             self._begin_backward(self._order[-1])
@@ -279,7 +277,7 @@ class _Rank:
         if self._copies_inside:
             self._use("gloo", size + _AVERAGE_SCALAR_BYTES, group)
         shares = self._states[group.name].shares
-        if all(each.index in shares for each in sent):
+        if self._earlier_batches or all(each.index in shares for each in sent):
             self._free(share)
         else:
             shares.update({each.index: share for each in sent})
@@ -335,8 +333,17 @@ class _Rank:
             self._free(storage)
         state.copies = []
 
-    def _around(self, module: str) -> list[ShardGroup]:
-        return [group for group in self._groups if group.holds(module)]
+    def _around(self, event: Operation) -> list[ShardGroup]:
+        """The groups that an operator runs within.
+
+        In a step that calls the module itself, what no module runs is beside the root. In one that does not, such as
+        the ``training_step`` of a ``LightningModule``, it is within: that is what
+        :func:`~lightning_memfit.sharded_model.fully_shard` makes the root's forward. Where nothing tells, it is taken
+        to be within, with which a rank is not said to need too little.
+        """
+        if event.outside and self._window.calls_root:
+            return []
+        return [group for group in self._groups if group.holds(event.module)]
 
     # Writing
 
@@ -353,24 +360,3 @@ class _Rank:
     def _use(self, op: str, num_bytes: int, group: ShardGroup) -> None:
         if num_bytes:
             self._free(self._allocate(op, num_bytes, "communication", group))
-
-
-def _root_ends(window: Timeline) -> Mapping[int, int]:
-    """By slice: index of the first event behind the root's forward, where the loss is computed outside of it.
-
-    A step that does not call the module itself, as the ``training_step`` of a ``LightningModule``, computes its loss
-    within it: :func:`~lightning_memfit.sharded_model.fully_shard` makes it the root's forward. Where nothing tells, the
-    loss is taken to be within, with which a rank is not said to need too little.
-    """
-    if not window.calls_root:
-        return {}
-    called = {call.micro_step: call.end_event for call in window.calls if not call.module and not call.recomputed}
-    return called or dict(_behind_the_last_module(window))
-
-
-def _behind_the_last_module(window: Timeline) -> Iterator[tuple[int, int]]:
-    last: dict[int, int] = {}
-    for index, event in enumerate(window.events):
-        if isinstance(event, Operation) and event.phase == "forward" and event.module:
-            last[event.micro_step] = index + 1
-    return iter(last.items())

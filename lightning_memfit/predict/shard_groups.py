@@ -96,9 +96,8 @@ def item_bytes(dtype: str) -> int:
     """
     size = _ITEM_BYTES.get(dtype)
     if size is None:
-        raise UnsupportedError(
-            f"parameters of dtype {dtype} are not forecast under fully_shard. Known: {[*_ITEM_BYTES]}."
-        )
+        known = ", ".join(_ITEM_BYTES)
+        raise UnsupportedError(f"Parameters of dtype {dtype} are not forecast under fully_shard. Known: {known}.")
     return size
 
 

@@ -8,6 +8,7 @@ Adapter for private names of torch: ``UntypedStorage.resize_``, and of DTensor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -44,6 +45,8 @@ def fully_sharded(
     groups = group_modules(module, sharding.shard_groups)
     with ExitStack() as ending:
         mesh = ending.enter_context(fake_ranks(sharding.ranks))
+        ending.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views; the real step says so
         ending.enter_context(_resizes_told(tracer))
         ending.enter_context(_shapes_found_unseen(tracer))
         tracer.collectives = Collectives(tracer.rules.device_type)

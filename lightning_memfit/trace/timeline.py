@@ -75,6 +75,8 @@ class Operation(NamedTuple):
     """Operators dispatched since the one before that only made views: they take time, though they compute nothing."""
     inner_calls: int = 1
     """Steps that the operator takes one after the other: time steps of a recurrent layer, tensors of a list."""
+    outside: bool = False
+    """Whether no module was being called, as for a loss beside the model; ``module`` is ``""`` then."""
 
 
 class Free(NamedTuple):

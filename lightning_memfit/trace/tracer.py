@@ -111,7 +111,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._collect_signatures = collect_signatures
         self._names = names
         self._module_stack: list[str] = []
-        self._module_starts: tuple[list[int], list[str]] = ([], [])
+        self._module_starts: tuple[list[int], list[str | None]] = ([], [])
         self._alive: dict[int, tuple[weakref.ref[Any], int, tuple[int, int] | None]] = {}
         self._on_host: dict[int, weakref.ref[Any]] = {}
         self._next_storage = 0
@@ -280,7 +280,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(
         self,
         func: Any,
-        module: str,
+        module: str | None,
         signature: int | None,
         target: int | None,
         out: Any,
@@ -301,7 +301,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append(
                 Operation(
                     op=str(func),
-                    module=module,
+                    module=module or "",
                     phase=self.phase,
                     signature=signature,
                     outputs=tuple(outputs),
@@ -314,6 +314,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     recomputed=recomputing,
                     views=self._views,
                     inner_calls=inner_calls,
+                    outside=module is None,
                 )
             )
             self._views = 0
@@ -386,21 +387,22 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Modules
 
-    def _module(self, in_backward: bool, recomputing: bool) -> str:
+    def _module(self, in_backward: bool, recomputing: bool) -> str | None:
+        """The module that an operator belongs to; ``None`` if none was being called, or nothing tells."""
         if not in_backward or recomputing:
-            return self._module_stack[-1] if self._module_stack else ""
+            return self._module_stack[-1] if self._module_stack else None
         # A backward node carries the number of the forward operator that made it; those that store gradients have none.
         node = torch._C._current_autograd_node()
         if node is None or node._sequence_nr() > _LAST_SEQUENCE_NUMBER:
-            return ""
+            return None
         starts, names = self._module_starts
         position = bisect.bisect_right(starts, node._sequence_nr()) - 1
-        return names[position] if position >= 0 else ""
+        return names[position] if position >= 0 else None
 
     def _note_start(self) -> None:
         # Taken between operators: a number read inside one is already past the node of that operator.
         self._module_starts[0].append(torch._C._autograd._get_sequence_nr())
-        self._module_starts[1].append(self._module_stack[-1] if self._module_stack else "")
+        self._module_starts[1].append(self._module_stack[-1] if self._module_stack else None)
 
     def _note_call(self, name: str, first_event: int, output: Any) -> None:
         if self._recording:

@@ -67,6 +67,7 @@ def trace_window(
     floating: torch.dtype | None = None,
     steps: bool = True,
     sharding: Sharding | None = None,
+    mixed_precision: Any = None,
 ) -> Timeline:
     """Follow one optimizer step on fakes.
 
@@ -87,6 +88,7 @@ def trace_window(
         floating: the module and the batch have this floating dtype, whatever they have now.
         steps: whether the optimizer steps at the end; if not, the only states are those made with the optimizer.
         sharding: follow what the first rank does of a step that ``fully_shard`` spreads over several.
+        mixed_precision: the ``MixedPrecisionPolicy`` that ``fully_shard`` is given then; ``None`` for none.
 
     Raises:
         TraceError: if the step needs values (boolean masks, ``nonzero``, ``.numpy()``) or raises for another reason.
@@ -98,7 +100,7 @@ def trace_window(
         ending.enter_context(faked_step(program.module, fakes, tracer))
         with tracer.not_recording():
             if sharding is not None:
-                ending.enter_context(fully_sharded(program.module, sharding, tracer))
+                ending.enter_context(fully_sharded(program.module, sharding, tracer, mixed_precision=mixed_precision))
             waiting = batch if waiting_batch is None else waiting_batch
             batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
             slices = [fakes.of_batch(part) for part in parts]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
@@ -183,6 +184,8 @@ class Rank:
     """By name of the training: the whole weights."""
     told: list[Told]
     """With ``reshard_after_forward``, and without."""
+    mixed: tuple[int, int]
+    """Predicted and measured peak under a policy of mixed precision."""
 
 
 def run(rank: int) -> Rank:
@@ -193,6 +196,7 @@ def run(rank: int) -> Rank:
         return Rank(
             trained={name: train_on_rank(training, rank) for name, training in TRAININGS.items()},
             told=_told_of_both(),
+            mixed=_mixed(),
         )
     finally:
         dist.destroy_process_group()
@@ -220,6 +224,18 @@ def _told(reshard: bool, prober: OperatorProber) -> Told:
         deferred_bytes=deferred_bytes(module),
         forecast_bytes=_predicted(Net(words=307, width=129), ids, sharding, prober),
     )
+
+
+def _mixed() -> tuple[int, int]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = fully_shard(Net(words=307, width=129), mixed_precision=policy)
+    ids = torch.zeros(3, 16, dtype=torch.long)
+    sharding = Sharding(engine="fsdp2", ranks=RANKS, shard_groups=("", "blocks.0", "blocks.1"))
+    with OperatorProber() as prober:
+        timeline = trace_window(step_of(module), ids, sharding=sharding, mixed_precision=mixed_precision_of(module))
+        probes = prober.probe(timeline.signatures).results
+    predicted = predict_memory(timeline, probes, zero_gradients_early=True).peak_allocated_bytes
+    return predicted, _measured(module, ids)
 
 
 def _predicted(module: nn.Module, ids: Tensor, sharding: Sharding, prober: OperatorProber) -> int:

@@ -37,3 +37,8 @@ def test_what_a_live_rank_needs_is_predicted_within_a_thousandth(ranks: list[Ran
         assert abs(of_first.predicted_bytes / measured - 1) < 0.001
         # A module that is sharded already, over a real group, is told as one that is not.
         assert of_first.predicted_bytes == of_second.predicted_bytes == of_first.forecast_bytes
+
+
+def test_a_policy_of_mixed_precision_is_followed_too(ranks: list[Rank]) -> None:
+    predicted, _ = ranks[0].mixed
+    assert abs(predicted / max(measured for _, measured in (rank.mixed for rank in ranks)) - 1) < 0.001
