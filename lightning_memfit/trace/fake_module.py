@@ -1,7 +1,7 @@
 """Stand-ins without memory for a module's tensors, put in place for the duration of a trace.
 
 Adapter for private names of torch: ``FakeTensorMode`` (``torch._subclasses``), ``Module._parameters`` and ``_buffers``,
-``RNNBase._flat_weights``, ``UntypedStorage._cdata``.
+``RNNBase._flat_weights``, ``UntypedStorage._cdata``; of DeepSpeed: a divided parameter's ``ds_shape``.
 """
 
 from __future__ import annotations
@@ -69,11 +69,10 @@ class FakeTensors:
                 f"a tensor of shape {tuple(tensor.shape)} has layout {tensor.layout}, only strided is traced"
             )
         with self.mode, torch.no_grad():
-            is_whole = held_part(tensor) is tensor
+            size = getattr(tensor, "ds_shape", tensor.size())  # deepspeed.zero.Init leaves parameters without elements
+            is_whole = held_part(tensor) is tensor and size == tensor.size()
             plain = (
-                self._plain(tensor)
-                if is_whole
-                else torch.empty(tensor.size(), dtype=self._dtype_of(tensor), device=self.device)
+                self._plain(tensor) if is_whole else torch.empty(size, dtype=self._dtype_of(tensor), device=self.device)
             )
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(plain, requires_grad=tensor.requires_grad)

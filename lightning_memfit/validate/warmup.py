@@ -432,6 +432,8 @@ def _drop_gradients(module: Any, optimizers: list[Any]) -> None:
     for parameter in module.parameters():
         parameter.grad = None
     for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue  # DeepSpeed's: behind each step it drops gradients itself, and those on the host must stay
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

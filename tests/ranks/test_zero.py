@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from tests.ranks.launch import results, run_on_ranks
-from tests.ranks.zero_programs import CASES, LIVE, MORE_CASES, ZeroCase, one_process, run_cases, run_more_cases
+from tests.ranks.zero_programs import (
+    CASES,
+    LIVE,
+    MORE_CASES,
+    ZeroCase,
+    one_process,
+    run_cases,
+    run_more_cases,
+    run_rehearsed,
+)
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install lightning-memfit[deepspeed]")
 
@@ -54,6 +63,14 @@ def test_the_weights_are_those_of_one_process_in_every_stage_with_every_lever(
     more_ranks: list[dict[str, Any]], name: str
 ) -> None:
     check_weights(more_ranks, name, MORE_CASES[name])
+
+
+@pytest.mark.slow
+def test_two_steps_that_are_taken_back_leave_no_trace() -> None:
+    for rank in results(run_on_ranks(run_rehearsed, environment={"DS_ACCELERATOR": "cpu"}, seconds=300)):
+        for name, (rehearsed, plain) in rank.items():
+            for parameter, weight in plain["weights"].items():
+                assert torch.equal(rehearsed["weights"][parameter], weight), (name, parameter)
 
 
 def check_weights(ranks: list[dict[str, Any]], name: str, case: ZeroCase) -> None:

@@ -21,6 +21,7 @@ from lightning_memfit.apply.gradient_exchange import exchange_of
 from lightning_memfit.apply.micro_batches import Slicer
 from lightning_memfit.apply.precision import DelegatingPrecision
 from lightning_memfit.apply.sharding import ranks_of, sharding_of
+from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.plan import BatchSplit, Offload
 from lightning_memfit.sharding import ZeroStage
 from tests.ranks.cpu_deepspeed import CPUDeepSpeed
@@ -109,10 +110,31 @@ class Sliced(lightning.Callback):
         ).apply()
 
 
-def train(case: ZeroCase, rank: int, folder: str) -> dict[str, Any]:
+class Rehearsed(lightning.Callback):
+    """Takes two real steps before training begins, and leaves no trace of them."""
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        engine = strategy.model
+        batch = [torch.randn(8, 16), torch.randn(8, 5)]
+        before = whole_weights(pl_module)
+        with take_snapshot(pl_module, optimizers=trainer.optimizers, extra_roots=[engine]):
+            for _ in range(2):
+                for is_last in (False, True):
+                    engine.set_gradient_accumulation_boundary(is_last)
+                    loss = strategy.training_step(batch, 0)
+                    engine.backward(loss)
+                    del loss
+                engine.step()
+            changed = whole_weights(pl_module)
+        assert all(not torch.equal(before[name], changed[name]) for name in before), "the steps were real"
+
+
+def train(case: ZeroCase, rank: int, folder: str, *, rehearsed: bool = False) -> dict[str, Any]:
     """One fit on one rank."""
     net = net_of(case)
-    trainer = trainer_of(case, folder, plugins=[Delegating(case)], callbacks=[Sliced(case)])
+    callbacks = [*([Rehearsed()] if rehearsed else []), Sliced(case)]
+    trainer = trainer_of(case, folder, plugins=[Delegating(case)], callbacks=callbacks)
     trainer.fit(net, loader_of(case, rank))
     return {"weights": whole_weights(net), "losses": net.losses, "steps": trainer.global_step}
 
@@ -236,3 +258,24 @@ def _train_all(cases: dict[str, ZeroCase], rank: int, folder: str) -> dict[str, 
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo reduces: nothing is compiled
     return {name: train(case, rank, folder) for name, case in cases.items()}
+
+
+REHEARSED: dict[str, ZeroCase] = {
+    "stage 1": ZeroCase(stage=1, optimizer="adamw", epochs=2, **_SHORT_WINDOW),
+    "stage 2": ZeroCase(stage=2, optimizer="adamw", epochs=2, **_SHORT_WINDOW),
+    "stage 2, offloaded": ZeroCase(stage=2, optimizer="adamw", epochs=2, offload="optimizer", **_SHORT_WINDOW),
+    "stage 3": ZeroCase(stage=3, optimizer="adamw", epochs=2, **_SHORT_WINDOW),
+}
+
+
+def run_rehearsed(rank: int) -> dict[str, Any]:
+    """Each case with two real steps before it, and without."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            name: [train(case, rank, folder, rehearsed=rehearsed) for rehearsed in (True, False)]
+            for name, case in REHEARSED.items()
+        }

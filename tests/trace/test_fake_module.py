@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memfit.errors import ConfigurationError, TraceError
+from lightning_memfit.trace.converted_fakes import fakes_in
 from lightning_memfit.trace.fake_module import FakeTensors, faked, new_fake_mode
 
 
@@ -82,6 +83,17 @@ def test_torch_still_has_the_private_names_that_fakes_need() -> None:
     assert isinstance(torch.zeros(1).untyped_storage()._cdata, int), (
         "UntypedStorage._cdata: change trace/fake_module.py"
     )
+
+
+def test_a_parameter_that_deepspeed_divided_when_it_was_made_is_whole() -> None:
+    module = nn.Linear(3, 4)
+    module.weight.ds_shape = torch.Size((4, 3))  # type: ignore[assignment]  # as deepspeed.zero.Init leaves it
+    module.weight.data = torch.empty(0)
+    for floating in (None, torch.bfloat16):
+        with faked(module, fakes_in(new_fake_mode(), floating)):
+            assert module.weight.shape == (4, 3) and module.weight.dtype == (floating or torch.float32)
+            assert isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
+    assert module.weight.shape == (0,)
 
 
 class _Scripted(torch.jit.ScriptModule):
