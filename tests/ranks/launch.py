@@ -35,7 +35,7 @@ class Ended:
 
 
 def run_on_ranks(
-    function: Callable[[int], Any], *, count: int = 2, seconds: float = 120.0, environment: dict[str, str] | None = None
+    function: Callable[[int], Any], *, count: int = 2, seconds: float = 300.0, environment: dict[str, str] | None = None
 ) -> list[Ended]:
     """Run a function of a module on every rank, and wait until all have ended.
 

@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from tests.ranks.conftest import Once
 from tests.ranks.failing_programs import SECONDS, failing_in_a_slice, run_all
 from tests.ranks.launch import Ended, results, run_on_ranks
 
@@ -14,8 +15,8 @@ START_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    return results(run_on_ranks(run_all, seconds=START_SECONDS + 8 * SECONDS))
+def said(once: Once) -> list[dict[str, str]]:
+    return once("failures", lambda: results(run_on_ranks(run_all, seconds=START_SECONDS + 8 * SECONDS)))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ranks.conftest import Once
 from tests.ranks.fsdp2_programs import TRAININGS, Rank, run, train_in_one_process
 from tests.ranks.launch import results, run_on_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Rank]:
-    return results(run_on_ranks(run))
+def ranks(once: Once) -> list[Rank]:
+    return once("fsdp2", lambda: results(run_on_ranks(run)))
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks.conftest import Once
 from tests.ranks.launch import results, run_on_ranks
 from tests.ranks.trainer_programs import CASES, one_process, run_cases
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return results(run_on_ranks(run_cases))
+def ranks(once: Once) -> list[dict[str, Any]]:
+    return once("trainer", lambda: results(run_on_ranks(run_cases, seconds=300)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks.conftest import Once
 from tests.ranks.launch import results, run_on_ranks
 from tests.ranks.zero_programs import (
     CASES,
@@ -23,13 +24,15 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return results(run_on_ranks(run_cases, environment={"DS_ACCELERATOR": "cpu"}, seconds=300))
+def ranks(once: Once) -> list[dict[str, Any]]:
+    return once("zero", lambda: results(run_on_ranks(run_cases, environment={"DS_ACCELERATOR": "cpu"}, seconds=400)))
 
 
 @pytest.fixture(scope="module")
-def more_ranks() -> list[dict[str, Any]]:
-    return results(run_on_ranks(run_more_cases, environment={"DS_ACCELERATOR": "cpu"}, seconds=300))
+def more_ranks(once: Once) -> list[dict[str, Any]]:
+    return once(
+        "more zero", lambda: results(run_on_ranks(run_more_cases, environment={"DS_ACCELERATOR": "cpu"}, seconds=400))
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
