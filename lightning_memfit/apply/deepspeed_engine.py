@@ -1,8 +1,8 @@
 """DeepSpeed's engine under MemFit's slices: when gradients are exchanged, what a loss counts, who steps.
 
 Adapter for Lightning's ``DeepSpeedStrategy.handles_gradient_accumulation`` and ``block_backward_sync``, for
-``fit_loop._should_accumulate``, and for
-DeepSpeed's ``DeepSpeedEngine.set_gradient_accumulation_boundary``, ``step`` and ``managed_gradient_accumulation``,
+``fit_loop._should_accumulate``, and of DeepSpeed for ``DeepSpeedEngine.set_gradient_accumulation_boundary``,
+``managed_gradient_accumulation``, ``zero_optimization_stage`` and ``step``, and for
 ``ZeROOptimizer.override_loss_scale``, ``loss_scale``, ``custom_loss_scaler`` and ``external_loss_scale``.
 
 Left alone, Lightning divides each loss by A and DeepSpeed does once more, and a last window of fewer than A batches is
@@ -19,7 +19,10 @@ from typing import Any
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.undo import Undo, set_instance_attribute
 
-_ENGINE_NAMES = ("set_gradient_accumulation_boundary", "managed_gradient_accumulation", "step", "optimizer")
+_ENGINE_NAMES = (
+    "set_gradient_accumulation_boundary", "managed_gradient_accumulation", "zero_optimization_stage", "step",
+    "optimizer",
+)  # fmt: skip
 _OPTIMIZER_NAMES = ("override_loss_scale", "loss_scale", "custom_loss_scaler", "external_loss_scale")
 
 
@@ -38,8 +41,7 @@ class ZeroExchange:
     @property
     def in_every_slice(self) -> bool:
         """Whether every slice's backward waits for the other ranks."""
-        stage: int = self._strategy.config["zero_optimization"]["stage"]
-        return stage > 1
+        return int(engine_of(self._strategy).zero_optimization_stage()) > 1
 
     @contextmanager
     def around_slice(self, *, is_last: bool) -> Iterator[None]:

@@ -36,6 +36,11 @@ class Engine:
     def managed_gradient_accumulation(self) -> bool:
         return self.managed
 
+    stage = 2
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         self.boundaries.append(is_boundary)
 
@@ -47,7 +52,7 @@ def strategy_with(engine: Any, *, accumulates: bool = False, stage: int = 2) -> 
     strategy: Any = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
     loop = SimpleNamespace(_should_accumulate=lambda: accumulates)
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(fit_loop=loop))
-    strategy._model, strategy.config = engine, {"zero_optimization": {"stage": stage}}
+    strategy._model, engine.stage = engine, stage
     return strategy
 
 
@@ -71,8 +76,9 @@ def test_after_an_error_the_engine_counts_by_itself_again() -> None:
 def test_gradients_are_multiplied_in_one_step_by_another_loss_scale() -> None:
     # the engine divides by the scale: a factor of 2 is half of 8
     engine = Engine()
+    exchange = ZeroExchange(strategy_with(engine))
     before = dict(vars(engine))
-    ZeroExchange(strategy_with(engine)).rescale(None, 2.0)
+    exchange.rescale(None, 2.0)
     engine.step()
     engine.step()
     assert engine.scales == [4.0, 8.0] and vars(engine).keys() == before.keys()

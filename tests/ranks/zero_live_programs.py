@@ -1,0 +1,90 @@
+"""MemFit in Trainers that run DeepSpeed on two ranks."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning
+import torch
+
+from lightning_memfit import MemFit
+from tests.ranks.cpu_deepspeed import CPUDeepSpeed
+from tests.ranks.trainer_programs import RANKS, loader_of, net_of
+from tests.ranks.zero_programs import ZeroCase, whole_weights
+
+_PINNED = {
+    "precision": "32-true", "optimizer_implementation": "as-configured", "activation_checkpointing": "none",
+    "micro_batch_size": 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveCase(ZeroCase):
+    """One fit; its slices, accumulation and last window are uneven."""
+
+    micro_batch_size: int = 3
+    accumulate: int = 2
+    samples: int = 8 * RANKS * 5
+    epochs: int = 7
+    memfit: dict[str, Any] = field(default_factory=dict)
+
+
+CASES: dict[str, LiveCase] = {
+    "stage 2, chosen by MemFit": LiveCase(
+        stage=2,
+        memfit={"optimizer_implementation": "auto", "activation_checkpointing": "auto", "optimizer_states": "auto"},
+    ),
+    "stage 3, blocks recomputed": LiveCase(stage=3, memfit={"activation_checkpointing": "blocks"}),
+    "stage 1, offloaded": LiveCase(stage=1, offload="optimizer"),
+}
+
+
+def run_live(rank: int) -> dict[str, Any]:
+    """Every case, one after the other."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo reduces: nothing is compiled
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: fit(case, rank, f"{folder}/{place}") for place, (name, case) in enumerate(CASES.items())}
+
+
+def fit(case: LiveCase, rank: int, folder: str) -> dict[str, Any]:
+    """One fit on one rank."""
+    plugin = MemFit(
+        effective_batch_size=case.effective_batch_size, cache_dir=folder, verbose=False, **(_PINNED | case.memfit)
+    )
+    strategy = CPUDeepSpeed(
+        stage=case.stage,
+        offload_optimizer=case.offload == "optimizer",
+        allgather_bucket_size=1000,
+        reduce_bucket_size=1000,
+        logging_level=logging.ERROR,
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=strategy,
+        max_epochs=case.epochs,
+        plugins=[plugin],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    net = net_of(case)
+    trainer.fit(net, loader_of(case, rank))
+    assert plugin.plan is not None and plugin.measured is not None
+    return {
+        "weights": whole_weights(net),
+        "steps": trainer.global_step,
+        "plan": plugin.plan,
+        "measured": plugin.measured,
+        "strategy": (type(strategy).__name__, strategy.handles_gradient_accumulation),
+    }
