@@ -366,7 +366,7 @@ class Forecaster:
             raise NotDerivableError(str(error)) from error
         flops, recomputed_flops = recorded.variants.flops(variant)
         sent = exchanged_bytes(recorded.variants.parameters, candidate.sharding, micro_steps=variant.micro_steps)
-        memory = estimated_memory(recorded.variants, variant, step.cost, candidate)
+        memory = estimated_memory(recorded.variants, variant, step.cost, candidate, on_a_gpu=self._is_of_a_gpu)
         self._derived_peaks[candidate] = memory.peak_allocated_bytes
         return Forecast(
             candidate=candidate,

@@ -464,6 +464,7 @@ def _space(
             strategy=devices.strategy,
             blocks=find_repeated_blocks(module),
             parameter_elements=[each.numel() for each in module.parameters() if each.requires_grad],
+            zero_obstacle=facts.zero_obstacle,
         ),
         host_budget_bytes=devices.host_bytes,
     )

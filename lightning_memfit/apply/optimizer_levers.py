@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memfit.apply.optimizer_implementation import implementations_of, set_implementation
 from lightning_memfit.apply.quantised_states import quantisation_obstacle, quantise, sparse_gradients
 from lightning_memfit.apply.update_rules import public_name
+from lightning_memfit.apply.zero_optimizers import why_not_under_zero
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import Candidate, OptimizerImplementation, OptimizerStates
 from lightning_memfit.trace.closure_step import needs_closure
@@ -46,6 +47,8 @@ class OptimizerFacts:
     """Whether its step runs forward and backward itself; how often, and so for how long, is not known beforehand."""
     unscales_by_itself: bool = False
     """Whether it takes scaled gradients, as with ``fused=True``: Lightning refuses to clip those in mixed precision."""
+    zero_obstacle: str | None = None
+    """Why it is not what it is where ZeRO gives it flat tensors; ``None`` where it is, or where nobody knows."""
 
 
 def optimizer_facts(optimizer: Optimizer, module: nn.Module) -> OptimizerFacts:
@@ -56,6 +59,7 @@ def optimizer_facts(optimizer: Optimizer, module: nn.Module) -> OptimizerFacts:
         quantisation_obstacle=quantisation_obstacle(optimizer, module),
         needs_closure=needs_closure(optimizer),
         unscales_by_itself=bool(getattr(optimizer, "_step_supports_amp_scaling", False)),
+        zero_obstacle=why_not_under_zero(optimizer),
     )
 
 
@@ -81,6 +85,7 @@ def joint_facts(facts: Sequence[OptimizerFacts]) -> OptimizerFacts:
         left_as_configured=known if some_can and known else None,
         needs_closure=any(each.needs_closure for each in facts),
         unscales_by_itself=any(each.unscales_by_itself for each in facts),
+        zero_obstacle=next((each.zero_obstacle for each in facts if each.zero_obstacle is not None), None),
     )
 
 

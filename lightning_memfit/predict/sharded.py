@@ -150,7 +150,12 @@ def floor_bytes(parameters: Sequence[ParameterLayout], states_bytes: int, candid
 
 
 def estimated_memory(
-    variants: StepVariants, variant: Variant, step: OptimizerStepCost, candidate: Candidate
+    variants: StepVariants,
+    variant: Variant,
+    step: OptimizerStepCost,
+    candidate: Candidate,
+    *,
+    on_a_gpu: bool = True,
 ) -> MemoryBreakdown:
     """The peak of one rank, told in milliseconds from sums: what strategies are ranked by before one is confirmed.
 
@@ -162,11 +167,12 @@ def estimated_memory(
         variant: the slices, and what is recomputed.
         step: the optimizer's step over the rank's share.
         candidate: how training is spread, and what is offloaded; on one device the peak is the variant's own.
+        on_a_gpu: what is offloaded leaves the device; of a host it is a part.
 
     Raises:
         NotDerivableError: if the variant cannot be told from the record.
     """
-    sharding, offload = candidate.sharding, candidate.offload
+    sharding, offload = candidate.sharding, candidate.offload if on_a_gpu else "never"
     if sharding is None:
         return variants.memory(variant, step)
     parameters = variants.parameters

@@ -86,16 +86,16 @@ def _of_fsdp2(parameters: Sequence[ParameterLayout], sharding: Sharding, micro_s
     groups = groups_of(parameters, sharding.shard_groups)
     root = sum(map(parameter_bytes, groups.get("", ())))
     members = [group for name, group in groups.items() if name]
-    gathered = max((sum(map(parameter_bytes, group)) for group in members), default=0)
-    unreduced = max((_gradients(group) for group in members), default=0)
+    gathered, next_gathered = _two_largest(sum(map(parameter_bytes, group)) for group in members)
+    unreduced, next_unreduced = _two_largest(_gradients(group) for group in members)
     if not sharding.reshard_after_forward:
-        root, gathered = sum(map(parameter_bytes, parameters)), 0
+        root, gathered, next_gathered = sum(map(parameter_bytes, parameters)), 0, 0
     undivided = _gradients(parameters) if micro_steps > 1 and sharding.synchronisation == "step" else 0
     return Shares(
         parameters_bytes=sum(shard_bytes(parameter, ranks) for parameter in parameters),
         gradients_bytes=sum(shard_bytes(parameter, ranks) for parameter in parameters if parameter.trainable),
         forward_bytes=root + 2 * gathered,
-        backward_bytes=root + 2 * gathered + max(2 * unreduced, undivided),
+        backward_bytes=root + gathered + next_gathered + max(unreduced + next_unreduced, undivided),
     )
 
 
@@ -127,6 +127,11 @@ def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload:
         backward_bytes=fetched + bucket + item * largest,
         host_bytes=(2 * masters if off else 0) + (at_rest if offload == "parameters" else 0),
     )
+
+
+def _two_largest(sizes: Iterable[int]) -> tuple[int, int]:
+    largest = sorted((0, 0, *sizes))
+    return largest[-1], largest[-2]
 
 
 def groups_of(parameters: Iterable[ParameterLayout], names: Sequence[str]) -> dict[str, list[ParameterLayout]]:

@@ -76,6 +76,7 @@ def considered_strategies(
     strategy: str = "auto",
     blocks: Sequence[str] = (),
     parameter_elements: Sequence[int] = (),
+    zero_obstacle: str | None = None,
 ) -> Considered:
     """The ways to spread training over equal devices.
 
@@ -89,6 +90,7 @@ def considered_strategies(
         strategy: one of :data:`STRATEGIES`, or ``"auto"``.
         blocks: repeated blocks of the module, which FSDP2 gathers one by one.
         parameter_elements: elements of each trainable parameter.
+        zero_obstacle: why the optimizer cannot be divided by ZeRO; ``None`` if it can.
 
     Raises:
         ConfigurationError: if the number of devices, the strategy or what is offloaded cannot be had.
@@ -99,7 +101,11 @@ def considered_strategies(
     bucket, bucket_reason = bucket_elements(parameter_elements)
     left_out = []
     spreads = [*_ddp(num_devices)]
-    if device_kind == "cuda":
+    if zero_obstacle is not None:
+        if strategy.startswith("deepspeed"):
+            raise ConfigurationError(f"strategy={strategy!r} cannot be had: {zero_obstacle}")
+        left_out.append(f"DeepSpeed: {zero_obstacle}")
+    elif device_kind == "cuda":
         spreads += _zero(num_devices, bucket, request)
     else:
         left_out.append("DeepSpeed: Lightning's DeepSpeedStrategy runs on CUDA GPUs alone")

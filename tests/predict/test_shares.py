@@ -53,7 +53,8 @@ def test_fsdp2_gathers_a_group_at_a_time_and_its_root_for_good() -> None:
     assert shares.parameters_bytes == (10 + 30 + 20 + 3) * 10 * 4  # rows are not divided: 10 frozen ones make 3
     assert shares.gradients_bytes == 60 * 10 * 4
     assert shares.forward_bytes == 1600 + 2 * 4800  # the root, and the larger group beside its buffer
-    assert shares.backward_bytes == shares.forward_bytes + 2 * 4800
+    # The next group, frozen parameters included, and the gradients of both.
+    assert shares.backward_bytes == 1600 + 4800 + 3600 + 4800 + 3200
 
 
 def test_fsdp2_keeps_whole_gradients_between_slices_unless_it_exchanges_after_each() -> None:
@@ -61,8 +62,8 @@ def test_fsdp2_keeps_whole_gradients_between_slices_unless_it_exchanges_after_ea
     step, each = shares_of(PARAMETERS, fsdp2(), micro_steps=2), shares_of(
         PARAMETERS, fsdp2(synchronisation="slice"), micro_steps=2
     )  # fmt: skip
-    assert step.backward_bytes == step.forward_bytes + whole
-    assert each.backward_bytes == each.forward_bytes + 2 * 4800
+    assert step.backward_bytes == 1600 + 4800 + 3600 + whole
+    assert each.backward_bytes == 1600 + 4800 + 3600 + 4800 + 3200
 
 
 def test_without_resharding_everything_stays_gathered() -> None:

@@ -46,9 +46,10 @@ def needs(module: nn.Module, batch: Tensor, sharding: Sharding | None) -> Memory
 
 
 def planned(num_devices: int, effective_batch_size: int, **settings: Any) -> Plan:
+    settings.setdefault("optimizer", torch.optim.AdamW)
     return make_plan(
         layers(), torch.zeros(4, WIDTH), effective_batch_size=effective_batch_size, loss=squared,
-        optimizer=torch.optim.AdamW, device="a100-40gb", num_devices=num_devices, **settings,
+        device="a100-40gb", num_devices=num_devices, **settings,
     )  # fmt: skip
 
 
@@ -72,6 +73,18 @@ def test_8_bit_states_are_planned_over_whole_parameters_alone() -> None:
     """bitsandbytes-foundation/bitsandbytes#2080: over shards it would hang on the wrapping which states have 8 bits."""
     plan = planned(2, 8, optimizer_states="8bit")
     assert plan.candidate.sharding is not None and plan.candidate.sharding.engine == "ddp"
+
+
+def test_an_optimizer_that_looks_at_matrices_is_not_given_flat_tensors() -> None:
+    """jiaweizzhao/GaLore#2: special optimizers break over the flattened parameters of DeepSpeed."""
+
+    def adafactor(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(parameters)
+
+    plan = planned(2, 8, optimizer=adafactor)
+    assert any("Adafactor factors the second moments of matrices, and under ZeRO" in note for note in plan.notes)
+    with pytest.raises(ConfigurationError, match="strategy='deepspeed_stage_1' cannot be had: Adafactor factors"):
+        planned(2, 8, optimizer=adafactor, strategy="deepspeed_stage_1")
 
 
 def test_the_forecast_of_ddp_has_its_buckets() -> None:
