@@ -40,6 +40,14 @@ def test_both_ranks_have_one_plan_and_measured_the_worst_of_both(ranks: list[dic
     assert len(by_rank) == 2 and max(by_rank) == first["measured"].measured_peak_allocated_bytes
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.engine == "ddp"])
+def test_what_was_predicted_for_a_rank_under_ddp_was_measured_on_both(ranks: list[dict[str, Any]], name: str) -> None:
+    """Buckets included: reported in ludwig-ai/ludwig#2934."""
+    predicted = ranks[0][name]["plan"].forecast.memory.peak_allocated_bytes
+    for measured in ranks[0][name]["measured"].measured_peak_bytes_by_rank:
+        assert abs(predicted - measured) <= 0.01 * measured, (predicted, measured)
+
+
 @pytest.mark.parametrize("name", ["nothing divided", "fsdp2, nothing divided"])
 def test_a_plan_that_changes_nothing_trains_as_without_memfit_bit_for_bit(
     ranks: list[dict[str, Any]], name: str
