@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning import Trainer
+from torch.utils.data import DataLoader
 
+from lightning_memfit import MemFit
 from tests.ranks.conftest import Once
 from tests.ranks.launch import results, run_on_ranks
-from tests.ranks.trainer_programs import CASES, one_process, run_cases
+from tests.ranks.trainer_programs import CASES, data_of, net_of, one_process, run_cases
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,11 @@ def ranks(once: Once) -> list[dict[str, Any]]:
 def test_the_weights_are_those_of_one_process_with_the_same_effective_batch(
     ranks: list[dict[str, Any]], name: str
 ) -> None:
-    """Recomputed under fully_shard: reported in Lightning-AI/pytorch-lightning#19267, deepspeedai/DeepSpeed#8148."""
+    """Recomputed under fully_shard: reported in Lightning-AI/pytorch-lightning#19267, deepspeedai/DeepSpeed#8148.
+
+    Recomputed under DDP, with parameters that are looked for: huggingface/accelerate#2017, huggingface/peft#313,
+    microsoft/FocalNet#4.
+    """
     expected = one_process(CASES[name])
     for rank in ranks:
         assert rank[name]["steps"] == expected["steps"] >= 20
@@ -46,6 +54,34 @@ def test_what_was_predicted_for_a_rank_under_ddp_was_measured_on_both(ranks: lis
     predicted = ranks[0][name]["plan"].forecast.memory.peak_allocated_bytes
     for measured in ranks[0][name]["measured"].measured_peak_bytes_by_rank:
         assert abs(predicted - measured) <= 0.01 * measured, (predicted, measured)
+
+
+def test_a_restart_on_one_device_plans_again_for_the_same_effective_batch(
+    ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    name = "accumulation and a short last window"
+    case, first = CASES[name], ranks[0][name]
+    (tmp_path / "last.ckpt").write_bytes(first["checkpoint"])
+    plugin = MemFit(
+        effective_batch_size=case.effective_batch_size,
+        micro_batch_size=case.micro_batch_size,
+        precision="32-true",
+        optimizer_implementation="as-configured",
+        cache_dir=tmp_path / "cache",
+        verbose=False,
+    )
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=case.epochs + 1, plugins=[plugin], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = DataLoader(data_of(case), batch_size=case.loader_batch_size)
+    trainer.fit(net_of(case), loader, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert plugin.plan is not None
+    before, after = first["plan"].split, plugin.plan.split
+    assert (before.ranks, before.accumulate_grad_batches) == (2, 2)
+    assert (after.ranks, after.accumulate_grad_batches) == (1, 4)
+    assert before.effective_batch_size == after.effective_batch_size == 32
+    assert trainer.global_step == first["steps"] + 3  # 80 samples: two steps of 32 and one of 16
 
 
 @pytest.mark.parametrize("name", ["nothing divided", "fsdp2, nothing divided"])

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -43,6 +44,8 @@ class Case:
     """Whether the loss is the mean over labels that are not ignored."""
     buckets_are_gradients: bool = False
     """``gradient_as_bucket_view`` of DDP."""
+    finds_unused: bool = False
+    """``find_unused_parameters`` of DDP, and a layer that no step uses."""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of MemFit, beside these."""
 
@@ -59,6 +62,9 @@ CASES = {
     "nothing divided": Case(),
     "adamw": Case(optimizer="adamw", micro_batch_size=3, accumulate=2, samples=8 * RANKS * 5),
     "blocks recomputed": Case(micro_batch_size=3, settings={"activation_checkpointing": "blocks"}),
+    "blocks recomputed, a layer unused": Case(
+        micro_batch_size=3, accumulate=2, finds_unused=True, settings={"activation_checkpointing": "blocks"}
+    ),
     "tokens": Case(tokens=True, micro_batch_size=3, accumulate=2, settings={"loss_weight": "tokens"}),
     "fsdp2": Case(engine="fsdp2", micro_batch_size=3, accumulate=2, samples=8 * RANKS * 5),
     "fsdp2, a short last batch": Case(
@@ -83,6 +89,8 @@ class Net(lightning.LightningModule):
         self.case = case
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(16, 5)
+        if case.finds_unused:
+            self.unused = nn.Linear(16, 5)
         self.losses: list[float] = []
         self.is_spread = True
 
@@ -148,7 +156,9 @@ def strategy_of(case: Case) -> Any:
     strategies = lightning.pytorch.strategies
     if case.engine == "fsdp2":
         return strategies.ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
-    return strategies.DDPStrategy(gradient_as_bucket_view=case.buckets_are_gradients)
+    return strategies.DDPStrategy(
+        gradient_as_bucket_view=case.buckets_are_gradients, find_unused_parameters=case.finds_unused
+    )
 
 
 def weights_of(net: nn.Module) -> dict[str, torch.Tensor]:
@@ -194,7 +204,11 @@ def train(case: Case, rank: int, folder: str) -> dict[str, Any]:
     trainer = trainer_of(case, [plugin], folder)
     trainer.fit(net, loader_of(case, rank))
     assert plugin.plan is not None and plugin.measured is not None
+    saved = Path(folder) / "last.ckpt"
+    if case.engine == "ddp":
+        trainer.save_checkpoint(saved)
     return {
+        "checkpoint": saved.read_bytes() if case.engine == "ddp" and rank == 0 else None,
         "weights": weights_of(net),
         "losses": net.losses,
         "steps": trainer.global_step,
