@@ -145,6 +145,7 @@ class Fsdp2Exchange:
 
     # The first step makes the storages into which later ones gather.
     settles = True
+    # Its forward gathers parameters, also where gradients wait.
     in_every_slice = True
 
 

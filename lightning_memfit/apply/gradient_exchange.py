@@ -16,6 +16,7 @@ from lightning_memfit.apply.deepspeed_engine import ZeroExchange
 from lightning_memfit.apply.fsdp2 import Fsdp2Exchange, is_fully_sharded
 from lightning_memfit.apply.gradients import multiply_gradients
 from lightning_memfit.apply.sharding import is_ddp, is_model_parallel
+from lightning_memfit.sharding import Sharding
 
 
 class GradientExchange(Protocol):
@@ -122,12 +123,18 @@ class DdpExchange:
     in_every_slice = False
 
 
-def exchange_of(strategy: Any) -> GradientExchange:
-    """How the strategy of a run exchanges gradients."""
+def exchange_of(strategy: Any, sharding: Sharding | None = None) -> GradientExchange:
+    """How the strategy of a run exchanges gradients.
+
+    Args:
+        strategy: the run's.
+        sharding: what a plan chose of it; ``None`` where that does not matter.
+    """
     if is_deepspeed(strategy):
         return ZeroExchange(strategy)
     if is_model_parallel(strategy) and is_fully_sharded(strategy.lightning_module):
-        return Fsdp2Exchange(strategy.lightning_module)
+        when = "slice" if sharding is None else sharding.synchronisation
+        return Fsdp2Exchange(strategy.lightning_module, synchronisation=when)
     if is_ddp(strategy):
         return DdpExchange(strategy)
     return NoExchange()

@@ -116,7 +116,7 @@ class StepLevers:
             loss_weight=self._loss_weight,
             zero_gradients_early=candidate.zero_gradients_early,
             ranks=self._ranks,
-            exchange=exchange_of(self._trainer.strategy),
+            exchange=exchange_of(self._trainer.strategy, candidate.sharding),
         )
 
     def take_off(self) -> None:

@@ -126,7 +126,10 @@ def considered_strategies(
 
 
 def ways_of_a_run(sharding: Sharding | None, offload: Offload, parameter_elements: Sequence[int]) -> Considered:
-    """The ways in which the strategy that a Trainer has may spread a run: as it is set up, or with smaller buffers.
+    """The ways in which the strategy that a Trainer has may spread a run.
+
+    As it is set up; with smaller buffers; under FSDP2 also with gradients that are exchanged in the last slice of a
+    batch alone, which keeps them whole until then.
 
     Args:
         sharding: as it is set up; ``None`` on one device.
@@ -138,6 +141,8 @@ def ways_of_a_run(sharding: Sharding | None, offload: Offload, parameter_element
     spreads, reason = [Spread(sharding=sharding, offload=offload)], None
     if sharding.engine == "ddp" and not sharding.gradient_as_bucket_view:
         spreads.append(Spread(sharding=replace(sharding, gradient_as_bucket_view=True)))
+    if sharding.engine == "fsdp2" and sharding.synchronisation == "slice":
+        spreads.append(Spread(sharding=replace(sharding, synchronisation="step")))
     if sharding.engine == "deepspeed":
         bucket, reason = bucket_elements(parameter_elements)
         reduced, gathered = (

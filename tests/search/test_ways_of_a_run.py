@@ -1,0 +1,51 @@
+"""Ways in which the strategy that a Trainer has may spread a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_memfit.search.strategies import ONE_DEVICE, Spread, ways_of_a_run
+from lightning_memfit.sharding import Sharding
+
+SIZES = (1000, 16)
+DDP = Sharding(engine="ddp", ranks=2)
+FSDP2 = Sharding(engine="fsdp2", ranks=2, shard_groups=("",), synchronisation="slice")
+ZERO = Sharding(
+    engine="deepspeed",
+    ranks=2,
+    zero_stage=2,
+    reduce_bucket_elements=200_000_000,
+    allgather_bucket_elements=200_000_000,
+)
+SMALL = 13_107_200  # as many elements as DDP's 25 MiB hold in 16 bits: the largest parameter has fewer
+
+
+def test_one_device_spreads_nothing() -> None:
+    assert ways_of_a_run(None, "never", SIZES) is ONE_DEVICE
+
+
+def test_ddp_runs_as_it_is_set_up_or_with_gradients_in_its_buckets() -> None:
+    ways = ways_of_a_run(DDP, "never", SIZES).spreads
+    assert ways == (Spread(sharding=DDP), Spread(sharding=replace(DDP, gradient_as_bucket_view=True)))
+    views = replace(DDP, gradient_as_bucket_view=True)
+    assert ways_of_a_run(views, "never", SIZES).spreads == (Spread(sharding=views),)
+
+
+def test_fsdp2_exchanges_after_every_slice_or_once() -> None:
+    ways = ways_of_a_run(FSDP2, "never", SIZES).spreads
+    assert ways == (Spread(sharding=FSDP2), Spread(sharding=replace(FSDP2, synchronisation="step")))
+
+
+def test_zero_keeps_its_offload_and_its_buckets_or_has_smaller_ones() -> None:
+    ways = ways_of_a_run(ZERO, "optimizer", SIZES)
+    smaller = replace(ZERO, reduce_bucket_elements=SMALL, allgather_bucket_elements=SMALL)
+    assert ways.spreads == (
+        Spread(sharding=ZERO, offload="optimizer"),
+        Spread(sharding=smaller, offload="optimizer"),
+    )
+    assert ways.bucket_reason is not None and "13,107,200 elements" in ways.bucket_reason
+
+
+def test_buckets_that_are_small_already_stay() -> None:
+    small = replace(ZERO, reduce_bucket_elements=1000, allgather_bucket_elements=None)
+    assert ways_of_a_run(small, "never", SIZES).spreads == (Spread(sharding=small),)
