@@ -56,6 +56,12 @@ def test_what_was_predicted_for_a_rank_under_ddp_was_measured_on_both(ranks: lis
         assert abs(predicted - measured) <= 0.01 * measured, (predicted, measured)
 
 
+def test_a_run_of_fsdp2_goes_on_from_its_checkpoint_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        at_once, resumed = rank["resumed"]["at once"], rank["resumed"]["resumed"]
+        assert all(torch.equal(weight, resumed[name]) for name, weight in at_once.items()) and at_once
+
+
 def test_a_restart_on_one_device_plans_again_for_the_same_effective_batch(
     ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -60,6 +60,12 @@ def test_what_was_predicted_for_a_rank_was_measured_with_buckets_that_fit(
         assert abs(predicted - measured) <= 0.03 * measured
 
 
+def test_a_planned_run_goes_on_from_its_checkpoint_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        at_once, resumed = rank["resumed"]["at once"], rank["resumed"]["resumed"]
+        assert all(torch.equal(weight, resumed[name]) for name, weight in at_once.items()) and at_once
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_the_weights_are_those_of_one_process_in_every_stage_with_every_lever(

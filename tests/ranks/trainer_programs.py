@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from lightning_memfit import MemFit, fully_shard
 from lightning_memfit.apply.fsdp2 import is_fully_sharded
 
 RANKS = 2
+MakeTrainer = Callable[[Any, list[Any], str], lightning.Trainer]
+"""(case, plugins, folder) to a Trainer."""
+WeightsOf = Callable[[nn.Module], dict[str, torch.Tensor]]
+"""Every weight of a module, whole; all ranks ask."""
 IGNORED = -100
 
 
@@ -190,9 +195,8 @@ def loader_of(case: Case, rank: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=case.loader_batch_size, sampler=sampler)
 
 
-def train(case: Case, rank: int, folder: str) -> dict[str, Any]:
-    """One fit on one rank."""
-    plugin = MemFit(
+def plugin_of(case: Case, folder: str) -> MemFit:
+    return MemFit(
         effective_batch_size=case.effective_batch_size,
         micro_batch_size=case.micro_batch_size,
         **{"precision": "32-true", "optimizer_implementation": "as-configured", "activation_checkpointing": "none"}
@@ -200,6 +204,28 @@ def train(case: Case, rank: int, folder: str) -> dict[str, Any]:
         cache_dir=f"{folder}/cache",
         verbose=False,
     )
+
+
+def resume(case: Case, rank: int, folder: str, make_trainer: MakeTrainer, weights_of: WeightsOf) -> dict[str, Any]:
+    """Three epochs at once, and two, saved and resumed for the third."""
+    # In the folder that all ranks work in: each writes its part of the checkpoint.
+    case, path = dataclasses.replace(case, epochs=3), str(Path.cwd() / "resumed.ckpt")
+    at_once = net_of(case)
+    make_trainer(case, [plugin_of(case, folder)], folder).fit(at_once, loader_of(case, rank))
+    whole = weights_of(at_once)
+    two = dataclasses.replace(case, epochs=2)
+    trainer = make_trainer(two, [plugin_of(two, folder)], folder)
+    trainer.fit(net_of(two), loader_of(two, rank))
+    trainer.save_checkpoint(path)
+    net, plugin = net_of(case), plugin_of(case, folder)
+    make_trainer(case, [plugin], folder).fit(net, loader_of(case, rank), ckpt_path=path, weights_only=False)
+    assert plugin.plan is not None and plugin.measured is not None
+    return {"at once": whole, "resumed": weights_of(net)}
+
+
+def train(case: Case, rank: int, folder: str) -> dict[str, Any]:
+    """One fit on one rank."""
+    plugin = plugin_of(case, folder)
     net = net_of(case)
     trainer = trainer_of(case, [plugin], folder)
     trainer.fit(net, loader_of(case, rank))
@@ -228,6 +254,7 @@ def run_cases(rank: int) -> dict[str, dict[str, Any]]:
     """Every case, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         found = {name: train(case, rank, folder) for name, case in CASES.items()}
+        found["resumed"] = resume(CASES["fsdp2"], rank, folder, trainer_of, weights_of)
         for name in ("nothing divided", "fsdp2, nothing divided"):
             found[f"plain, {name}"] = plain(CASES[name], rank, folder)
         return found

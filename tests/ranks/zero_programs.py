@@ -25,7 +25,7 @@ from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.plan import BatchSplit, Offload
 from lightning_memfit.sharding import ZeroStage
 from tests.ranks.cpu_deepspeed import CPUDeepSpeed
-from tests.ranks.trainer_programs import RANKS, Case, data_of, loader_of, net_of, optimizer_of
+from tests.ranks.trainer_programs import RANKS, Case, data_of, loader_of, net_of, optimizer_of, resume
 
 _SHORT_WINDOW = {"micro_batch_size": 3, "accumulate": 2, "samples": 8 * RANKS * 5}
 
@@ -236,11 +236,19 @@ def train_live(case: ZeroCase, rank: int, folder: str) -> dict[str, Any]:
     }
 
 
+def _resumed(case: ZeroCase, rank: int, folder: str) -> dict[str, Any]:
+    def make_trainer(case: Any, plugins: list[Any], folder: str) -> lightning.Trainer:
+        return trainer_of(dataclasses.replace(case, accumulate=1), folder, plugins=plugins)
+
+    return resume(case, rank, folder, make_trainer, whole_weights)
+
+
 def run_cases(rank: int) -> dict[str, Any]:
     """The cases, and the constant gradient with and without MemFit."""
     with tempfile.TemporaryDirectory() as folder:
         found = _train_all(CASES, rank, folder)
         found |= {name: train_live(case, rank, folder) for name, case in LIVE.items()}
+        found["resumed"] = _resumed(LIVE["stage 2, planned"], rank, folder)
         found["constant"] = run_constant(with_memfit=True, folder=folder)
         found["constant, Lightning alone"] = run_constant(with_memfit=False, folder=folder)
         return found
