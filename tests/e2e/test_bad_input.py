@@ -503,8 +503,8 @@ def test_a_strategy_that_is_not_driven_is_named_with_what_is(
         check_trainer(Several())
     assert str(caught.value).startswith(f"MemFit does not drive {found}")
     assert str(caught.value).endswith(
-        "in this release; it drives SingleDeviceStrategy and DDPStrategy on cpu or cuda, such as "
-        "Trainer(accelerator='cpu', devices=2, strategy='ddp'). "
+        "in this release; it drives SingleDeviceStrategy, DDPStrategy, DeepSpeedStrategy and ModelParallelStrategy "
+        "(FSDP2) on cpu or cuda, such as Trainer(accelerator='cpu', devices=2, strategy='ddp'). "
         "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
     )
 

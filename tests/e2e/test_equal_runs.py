@@ -110,15 +110,14 @@ def test_a_learning_rate_makes_no_other_run_and_what_changes_memory_does(
 def test_what_the_device_leaves_may_differ_a_little_from_that_of_an_equal_run(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, factor: float, is_used: bool
 ) -> None:
+    form_budget, left = preparation.form_budget, 10**9
+
+    def leaving(*arguments: Any, **settings: Any) -> Any:
+        return replace(form_budget(*arguments, **settings), budget_bytes=round(left))
+
+    monkeypatch.setattr(preparation, "form_budget", leaving)
     fit(make_trainer, budget="auto")
-    form_budget = preparation.form_budget
-
-    def other(*arguments: Any, **settings: Any) -> Any:
-        budget = form_budget(*arguments, **settings)
-        return replace(budget, budget_bytes=round(budget.budget_bytes * factor))
-
-    monkeypatch.setattr(preparation, "form_budget", other)
-    # What a host leaves moves by itself, but not by a hundredth between two fits.
+    left = round(left * factor)
     assert (EQUAL in fit(make_trainer, budget="auto").notes) is is_used
 
 

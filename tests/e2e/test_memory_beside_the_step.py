@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit import MemFit
-from lightning_memfit.proving import _spare_bytes
+from lightning_memfit.real_steps import _spare_bytes
 from lightning_memfit.validate.warmup import _place
 
 pytestmark = pytest.mark.usefixtures("no_probing")

@@ -103,7 +103,7 @@ def test_an_error_is_what_a_run_that_does_not_fit_gives_by_default(make_trainer:
 def test_a_plan_that_no_warm_up_proves_is_a_run_that_does_not_fit_too(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lightning_memfit import proving
+    from lightning_memfit import real_steps
 
     measured = warmup.run_warmup
 
@@ -111,7 +111,7 @@ def test_a_plan_that_no_warm_up_proves_is_a_run_that_does_not_fit_too(
         measured(**settings)
         raise torch.OutOfMemoryError("as if the device had less")
 
-    monkeypatch.setattr(proving, "run_warmup", out_of_memory)
+    monkeypatch.setattr(real_steps, "run_warmup", out_of_memory)
     plugin = MemFit(budget="1MiB", on_no_fit="skip", **AS_IT_IS)
     module = Line()
     trainer = make_trainer(plugin)

@@ -53,10 +53,13 @@ def test_a_picture_is_written_and_is_the_same_for_the_same_results(tmp_path: Pat
 def test_the_users_backend_and_settings_stay_as_they_are(tmp_path: Path) -> None:
     import matplotlib
 
-    before = dict(matplotlib.rcParams)
+    def figures() -> list[int]:
+        return matplotlib.pyplot.get_fignums() if "matplotlib.pyplot" in sys.modules else []
+
+    before, open_before = dict(matplotlib.rcParams), figures()
     write_picture(tmp_path, rows())
     assert dict(matplotlib.rcParams) == before
-    assert "matplotlib.pyplot" not in sys.modules or matplotlib.pyplot.get_fignums() == []
+    assert figures() == open_before
 
 
 def test_without_matplotlib_the_way_to_install_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
