@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 
 from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.gradient_exchange import GradientExchange, NoExchange
+from lightning_memfit.apply.gradients import gradients_of_zero
 from lightning_memfit.apply.precision import DelegatingPrecision, install_rescale
 from lightning_memfit.apply.slice_logs import SliceLogs
 from lightning_memfit.apply.slicing import BatchDivider, BatchSlice, LossWeight, SplitBatch
@@ -349,7 +350,9 @@ class _BatchStep:
         if weight == 0:
             if self.ranks.count == 1 or not (is_last or self.exchange.in_every_slice):
                 return False
-            loss = torch.nan_to_num(loss)  # the mean over nothing; the other ranks wait for gradients all the same
+            with gradients_of_zero(self.module):  # the other ranks wait for them all the same
+                self.backward(torch.nan_to_num(loss) * 0.0)
+            return True
         factor = self.window.factor(weight)
         self.backward(loss if factor == 1.0 else loss * factor)
         return True

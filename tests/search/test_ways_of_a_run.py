@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_memfit.search.strategies import ONE_DEVICE, Spread, ways_of_a_run
+from lightning_memfit.plan import BatchSplit
+from lightning_memfit.search.levers import CheckpointingOption, SearchSpace
+from lightning_memfit.search.strategies import ONE_DEVICE, Considered, Spread, ways_of_a_run
 from lightning_memfit.sharding import Sharding
 
 SIZES = (1000, 16)
@@ -49,3 +51,28 @@ def test_zero_keeps_its_offload_and_its_buckets_or_has_smaller_ones() -> None:
 def test_buckets_that_are_small_already_stay() -> None:
     small = replace(ZERO, reduce_bucket_elements=1000, allgather_bucket_elements=None)
     assert ways_of_a_run(small, "never", SIZES).spreads == (Spread(sharding=small),)
+
+
+def space_of(*spreads: Spread) -> SearchSpace:
+    return SearchSpace(
+        precisions=("32-true", "bf16-mixed"),
+        whole=BatchSplit(effective_batch_size=8, ranks=2, loader_batch_size=4, slice_sizes=(4,)),
+        checkpointing=(CheckpointingOption(kind="none"),),
+        num_slices=(1, 2),
+        optimizer_implementations=("as-configured", "fused"),
+        strategies=Considered(spreads=spreads),
+    )
+
+
+def test_what_an_engine_was_built_for_holds_precision_and_optimizer_fast_under_deepspeed_alone() -> None:
+    for sharding, precisions, implementations in (
+        (ZERO, ("bf16-mixed",), ("as-configured",)),
+        (DDP, ("32-true", "bf16-mixed"), ("as-configured", "fused")),
+    ):
+        spreads = ways_of_a_run(sharding, "never", SIZES).spreads
+        space = space_of(*spreads)
+        setting = next(s for s in space.settings(0) if s.precision == "bf16-mixed" and s.spread == spreads[1])
+        built = space.built(space.candidate(setting, 2, zero_gradients_early=False))
+        assert built.strategies.spreads == (spreads[1],)
+        assert (built.precisions, built.optimizer_implementations) == (precisions, implementations)
+        assert built.num_slices == (1, 2)  # slices can change at any time
