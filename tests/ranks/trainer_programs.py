@@ -20,6 +20,15 @@ from lightning_memfit import MemFit, fully_shard
 from lightning_memfit.apply.fsdp2 import is_fully_sharded
 
 RANKS = 2
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,  # loaders come with one
+    "num_sanity_val_steps": 0,
+}
+"""Settings of every Trainer."""
 MakeTrainer = Callable[[Any, list[Any], str], lightning.Trainer]
 """(case, plugins, folder) to a Trainer."""
 WeightsOf = Callable[[nn.Module], dict[str, torch.Tensor]]
@@ -179,13 +188,8 @@ def trainer_of(case: Case, plugins: list[Any], folder: str) -> lightning.Trainer
         strategy=strategy_of(case),
         max_epochs=case.epochs,
         plugins=plugins,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
+        **QUIET,
     )
 
 

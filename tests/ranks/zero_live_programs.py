@@ -12,7 +12,7 @@ import torch
 
 from lightning_memfit import MemFit
 from tests.ranks.cpu_deepspeed import CPUDeepSpeed
-from tests.ranks.trainer_programs import RANKS, loader_of, net_of
+from tests.ranks.trainer_programs import QUIET, RANKS, loader_of, net_of
 from tests.ranks.zero_programs import ZeroCase, whole_weights
 
 _PINNED = {
@@ -70,13 +70,8 @@ def fit(case: LiveCase, rank: int, folder: str) -> dict[str, Any]:
         strategy=strategy,
         max_epochs=case.epochs,
         plugins=[plugin],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
+        **QUIET,
     )
     net = net_of(case)
     trainer.fit(net, loader_of(case, rank))

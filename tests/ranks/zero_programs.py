@@ -25,7 +25,7 @@ from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.plan import BatchSplit, Offload
 from lightning_memfit.sharding import ZeroStage
 from tests.ranks.cpu_deepspeed import CPUDeepSpeed
-from tests.ranks.trainer_programs import RANKS, Case, data_of, loader_of, net_of, optimizer_of, resume
+from tests.ranks.trainer_programs import QUIET, RANKS, Case, data_of, loader_of, net_of, optimizer_of, resume
 
 _SHORT_WINDOW = {"micro_batch_size": 3, "accumulate": 2, "samples": 8 * RANKS * 5}
 
@@ -147,13 +147,8 @@ def trainer_of(case: ZeroCase, folder: str, **more: Any) -> lightning.Trainer:
         max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip_norm,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
+        **QUIET,
         **more,
     )
 
