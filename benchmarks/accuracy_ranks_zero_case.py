@@ -25,9 +25,9 @@ from benchmarks.zoo_models.feed_forward import MLP
 from benchmarks.zoo_models.workload import Batch, Workload
 from lightning_memfit.sharding import ZeroStage
 
-OPTIMIZER_STEPS = 6
+OPTIMIZER_STEPS = 17
 """From the third forward on stage 3 knows the order of modules."""
-_STEADY_STEPS = 3
+_STEADY_STEPS = 14
 
 Precision = Literal["32-true", "bf16-true"]
 
