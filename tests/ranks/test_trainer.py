@@ -78,7 +78,7 @@ def test_a_restart_on_one_device_plans_again_for_the_same_effective_batch(
     )
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=case.epochs + 1, plugins=[plugin], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
     )  # fmt: skip
     loader = DataLoader(data_of(case), batch_size=case.loader_batch_size)
     trainer.fit(net_of(case), loader, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
