@@ -32,6 +32,8 @@ class RankFacts:
     """Bytes of the largest batch that it found."""
     batch_shapes: str
     """Its shapes, in words."""
+    host_budget_bytes: int | None = None
+    """Bytes that the run may keep in the memory of its hosts, if all have as much as this one; ``None``: unknown."""
 
 
 def check_agreement(facts: Sequence[RankFacts]) -> None:
@@ -93,6 +95,15 @@ def poorest(facts: Sequence[RankFacts]) -> tuple[int, Budget]:
         return rank, budget
     words = f"that of rank {rank}, which has the least of {len(facts)} (the most is {format_bytes(most)})"
     return rank, replace(budget, reason=f"{budget.reason}; {words}")
+
+
+def least_host_budget(facts: Sequence[RankFacts]) -> int | None:
+    """Bytes that the run may keep in the memory of its hosts; ``None`` where no rank knows.
+
+    Args:
+        facts: by rank.
+    """
+    return min((each.host_budget_bytes for each in facts if each.host_budget_bytes is not None), default=None)
 
 
 def most_demanding(facts: Sequence[RankFacts]) -> int | None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
+from lightning_memfit.apply.cpu_adam import CpuAdam, find_cpu_adam
 from lightning_memfit.apply.deepspeed_config import is_deepspeed, write_config
 from lightning_memfit.apply.deepspeed_engine import let_lightning_accumulate
 from lightning_memfit.apply.gradient_exchange import exchange_of
+from lightning_memfit.apply.host_optimizer import step_on_host_with_cpu_adam
 from lightning_memfit.apply.loader import TrainLoader, forget_validation_loader
 from lightning_memfit.apply.sharding import is_ddp, set_bucket_view
 from lightning_memfit.apply.step_levers import StepLevers
@@ -34,6 +36,7 @@ from lightning_memfit.undo import set_instance_attribute
 from lightning_memfit.validate.arrived_batch import ArrivedBatch
 
 _COMPARE = "compare slices"
+_CPU_ADAM = "find DeepSpeed's Adam"
 _DISPROVED = 4
 """Predicted over measured seconds of a step from which on the device's rates are taken to be wrong. (Below, it may be
 what a prediction leaves out: callbacks, logging, Lightning's own loop.)"""
@@ -118,7 +121,7 @@ class FitSession:
             self.plan = self._ranks.led(
                 lambda: self._plan_for_all(deadline, announce, given, resumed),
                 doing="planning for all ranks",
-                together={_COMPARE: self._compare_slices},
+                together={_COMPARE: self._compare_slices, _CPU_ADAM: self._cpu_adam_of_all},
             )
         return self.plan
 
@@ -128,6 +131,11 @@ class FitSession:
         prepared = replace(self._looked_at, arrived=arrived)
         with random_state_kept(), prepared.as_planned():
             return prepared.guard.compare_slices(micro_batch_size)
+
+    def _cpu_adam_of_all(self, asked: None) -> CpuAdam:
+        """On every rank: whether DeepSpeed's Adam can be had; of ranks on one node one builds, and the others wait."""
+        found: list[CpuAdam] = self._ranks.each(find_cpu_adam, doing="building DeepSpeed's Adam for the host").all
+        return next((each for each in found if not each.works), found[0])
 
     def _look(self) -> Preparation:
         """What this rank sees."""
@@ -158,6 +166,7 @@ class FitSession:
                 if self._prepared.gathers
                 else None
             ),
+            find_cpu_adam=lambda: self._ranks.call(_CPU_ADAM, None),
         )
         self._recall(self._planning)
         return self._planning.known_plan(given, resumed) or self._planned_once(self._planning, announce)
@@ -233,6 +242,8 @@ class FitSession:
             )
         )
         self._run_levers.callback(let_lightning_accumulate(strategy))
+        if candidate.optimizer_implementation == "cpu-adam":
+            self._run_levers.callback(step_on_host_with_cpu_adam(strategy))
 
     def connect(self) -> None:
         """Apply the levers of the optimizer, which has just been made."""

@@ -437,6 +437,8 @@ class Forecaster:
         states, implementation = candidate.optimizer_states, candidate.optimizer_implementation
         if states == implementation == "as-configured":
             return optimizer
+        if implementation == "cpu-adam":  # in place and without temporaries, as torch's kernel
+            implementation = "fused"
         return with_levers(optimizer, self._program.module, optimizer_states=states, implementation=implementation)
 
     def probe(self, signatures: Sequence[Signature]) -> Probes:

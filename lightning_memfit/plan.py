@@ -26,7 +26,7 @@ SCHEMA_VERSION = 1
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 Checkpointing = Literal["none", "blocks", "patterns"]
 OptimizerStates = Literal["as-configured", "8bit"]
-OptimizerImplementation = Literal["as-configured", "single-tensor", "foreach", "fused"]
+OptimizerImplementation = Literal["as-configured", "single-tensor", "foreach", "fused", "cpu-adam"]
 Offload = Literal["never", "optimizer", "parameters"]
 LossWeightWord = Literal["samples", "tokens", "next-tokens", "sum"]
 Mode = Literal["apply", "report", "off"]
@@ -39,6 +39,7 @@ Phase = Literal["forward", "zero_grad", "backward", "gradient_clipping", "optimi
 Method = Literal["traced", "extrapolated", "floor"]
 
 _CHECKPOINTING_WORDS = ("auto", "none", "blocks")
+_ASKED_IMPLEMENTATIONS = ("auto", "as-configured", "single-tensor", "foreach", "fused")
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -100,9 +101,7 @@ class PlanRequest:
             )
         _check_choice("optimizer_states", self.optimizer_states, ("auto", *get_args(OptimizerStates)))
         _check_choice("offload", self.offload, ("auto", *get_args(Offload)))
-        _check_choice(
-            "optimizer_implementation", self.optimizer_implementation, ("auto", *get_args(OptimizerImplementation))
-        )
+        _check_choice("optimizer_implementation", self.optimizer_implementation, _ASKED_IMPLEMENTATIONS)
         _check_choice("allow_inexact_slicing", self.allow_inexact_slicing, (True, False))
         _check_choice("mode", self.mode, get_args(Mode))
         _check_choice("on_no_fit", self.on_no_fit, get_args(OnNoFit))
@@ -205,7 +204,7 @@ class Candidate:
     optimizer_states: OptimizerStates = "as-configured"
     """Format of the optimizer's states."""
     optimizer_implementation: OptimizerImplementation = "as-configured"
-    """Implementation of the optimizer's step."""
+    """Implementation of the optimizer's step; ``"cpu-adam"`` is DeepSpeed's, for one that is kept on the host."""
     offload: Offload = "never"
     """What is kept on the host."""
     sharding: Sharding | None = None

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_memfit.apply.cpu_adam import CpuAdam, find_cpu_adam
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
 from lightning_memfit.observe.random_state import random_state_kept
-from lightning_memfit.plan import Candidate, Forecast, Plan, Precision
+from lightning_memfit.plan import Candidate, Forecast, OptimizerImplementation, Plan, Precision
 from lightning_memfit.plan_reuse import check_conflicts, conflicts, plan_from_checkpoint
 from lightning_memfit.preparation import Preparation
 from lightning_memfit.search.levers import SearchSpace
@@ -47,6 +48,7 @@ class Planning:
         deadline: float | None,
         announce: Announce,
         compare_slices: Callable[[int], str | None] | None = None,
+        find_cpu_adam: Callable[[], CpuAdam] = find_cpu_adam,
     ) -> None:
         """Find out what may be chosen.
 
@@ -56,10 +58,13 @@ class Planning:
             announce: is told of every candidate before its forecast.
             compare_slices: why slices of at most so many samples differ from the whole, ``None`` if they do not; by
                 default what the guard of ``prepared`` says.
+            find_cpu_adam: whether DeepSpeed's Adam for the host can be had on every rank; may build it.
 
         Raises:
             ConfigurationError: if a pinned lever cannot be had.
         """
+        self._find_cpu_adam = find_cpu_adam
+        self._host_implementation: tuple[OptimizerImplementation, str] | None = None
         self.announce = announce
         self._compare_slices = compare_slices
         self.contenders: tuple[Forecast, ...] = ()
@@ -89,12 +94,12 @@ class Planning:
         """
         self.was_taken_over = False
         try:
-            found = self._found_exact()
+            found = self._found_with_host_optimizer()
         except NoFeasiblePlanError:
             if not self._has_kept_corrections:
                 raise
             self._forget_kept_corrections()  # the run may have become another one since
-            found = self._found_exact()
+            found = self._found_with_host_optimizer()
         self.contenders = found.contenders
         return self._labelled(found.plan)
 
@@ -174,7 +179,7 @@ class Planning:
         self.space = self.space.built(candidate)
         same: tuple[str, ...] = ("sharding",)
         if candidate.sharding is not None and candidate.sharding.engine == "deepspeed":
-            same = ("sharding", "precision", "optimizer_states", "optimizer_implementation")
+            same = ("sharding", "offload", "precision", "optimizer_states", "optimizer_implementation")
         self.contenders = tuple(
             each
             for each in self.contenders
@@ -226,6 +231,38 @@ class Planning:
 
     def _labelled(self, plan: Plan) -> Plan:
         return replace(plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self.fingerprint))
+
+    def _found_with_host_optimizer(self) -> Found:
+        """What the search finds; who steps on the host is found out as soon as a plan keeps the optimizer there.
+
+        DeepSpeed's Adam takes a minute or more to build, which a plan that fits on the device need not wait for.
+        """
+        try:
+            found = self._found_exact()
+        except NoFeasiblePlanError:
+            if not self._choose_host_implementation():
+                raise
+            return self._found_exact()
+        if found.plan.candidate.offload != "never" and self._choose_host_implementation():
+            return self._found_exact()
+        return found
+
+    def _choose_host_implementation(self) -> bool:
+        """Whether it became known just now how an optimizer on the host steps."""
+        offloads = any(spread.offload != "never" for spread in self.space.strategies.spreads)
+        asked = self.prepared.request.optimizer_implementation
+        if not offloads or asked != "auto" or self._host_implementation is not None or self._built_for is not None:
+            return False
+        implementation: OptimizerImplementation = "as-configured"
+        with self.prepared.as_planned():
+            reason = self.prepared.cpu_adam_obstacle()
+        if reason is None:
+            self.announce("building DeepSpeed's Adam for the host")
+            found = self._find_cpu_adam()
+            implementation, reason = ("cpu-adam" if found.works else "as-configured"), found.reason
+        self._host_implementation = implementation, reason
+        self.space = self.space.with_host_implementation(implementation, reason)
+        return True
 
     def _found_exact(self) -> Found:
         """What the search finds, slices compared with the whole as soon as the plan or a contender has some."""
@@ -294,6 +331,8 @@ class Planning:
         self._obstacle = obstacle
         with self.prepared.as_planned():
             space = self.prepared.space(obstacle)
+        if self._host_implementation is not None:
+            space = space.with_host_implementation(*self._host_implementation)
         if self._built_for is not None:
             space = space.built(self._built_for)
         ruled_out = self._recomputation_obstacle

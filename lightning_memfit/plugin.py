@@ -127,7 +127,8 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
                 module names as in ``fnmatch``.
             optimizer_states: ``"as-configured"``, ``"8bit"`` (needs bitsandbytes), or ``"auto"``: 8-bit states only
                 where nothing fits without.
-            offload: ``"never"``; offload is not in this release.
+            offload: ``"auto"`` keeps the optimizer on the host, under DeepSpeed, only where nothing else fits;
+                ``"optimizer"`` always does; ``"never"`` leaves it where the strategy has it.
             micro_batch_size: samples of the largest slice, or ``"auto"``.
             optimizer_implementation: ``"as-configured"``, ``"single-tensor"``, ``"foreach"``, ``"fused"``, or
                 ``"auto"``: the fastest that fits.
@@ -226,7 +227,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
         if self.is_off:
             self._say_what_is_off()
             return module
-        check_trainer(trainer)
+        check_trainer(trainer, self.request)
         idle = idle_reason(trainer)
         if idle is not None:
             self._say(f"MemFit leaves this run alone: {idle}.")

@@ -15,9 +15,6 @@ from lightning_memfit.apply.slicing import check_loss_weight
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import PlanRequest
 
-_WORKING_VALUES = {
-    "offload": ("never",),
-}
 _WAY_OUT = "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
 
 
@@ -27,15 +24,12 @@ def check_settings(request: PlanRequest) -> None:
     Raises:
         UnsupportedError: naming the setting, its value and what works.
     """
-    for name, works in _WORKING_VALUES.items():
-        value = getattr(request, name)
-        if value not in works:
-            raise UnsupportedError(
-                f"MemFit({name}={reprlib.repr(value)}) is not supported in this release. Leave {name} out, or use "
-                f"{' or '.join(map(repr, works))}. To need less memory, this release divides batches into slices "
-                "(micro_batch_size=), recomputes activations (activation_checkpointing=), zeroes gradients early, "
-                "computes in precision='bf16-mixed', and keeps optimizer_states='8bit'."
-            )
+    if request.offload == "parameters":
+        raise UnsupportedError(
+            "MemFit(offload='parameters') is not supported in this release: what parameters on the host need is not "
+            "forecast. Use offload='auto' or 'optimizer', which keep the optimizer on the host under DeepSpeed, or "
+            "DeepSpeedStrategy(stage=3), which divides the parameters over the devices."
+        )
 
 
 def check_batch_functions(*, split_batch: object, loss_weight: object) -> None:
@@ -52,12 +46,12 @@ def check_batch_functions(*, split_batch: object, loss_weight: object) -> None:
     check_loss_weight(loss_weight)
 
 
-def check_trainer(trainer: Any) -> None:
-    """Refuse strategies, accelerators and numbers of devices that this release does not drive.
+def check_trainer(trainer: Any, request: PlanRequest) -> None:
+    """Refuse strategies, accelerators and numbers of devices that this release does not drive, or not as asked.
 
     Raises:
         UnsupportedError: naming what the run uses and what works.
-        ConfigurationError: if a callback changes the accumulation while training.
+        ConfigurationError: if a callback changes the accumulation while training, or the strategy cannot offload.
     """
     strategy, device = trainer.strategy, trainer.strategy.root_device
     found = (
@@ -75,6 +69,11 @@ def check_trainer(trainer: Any) -> None:
         raise UnsupportedError(
             "ModelParallelStrategy, and fully_shard was called on nothing in the module: each rank would hold and "
             "train a whole model of its own. Call lightning_memfit.fully_shard(self) in configure_model."
+        )
+    if request.offload == "optimizer" and not is_deepspeed(strategy):
+        raise ConfigurationError(
+            f"MemFit(offload='optimizer') keeps the optimizer on the host under DeepSpeed, and this run is that of "
+            f"{found}. Use Trainer(strategy='deepspeed_stage_2'), which runs on one GPU too, or offload='never'."
         )
     for callback in trainer.callbacks:
         if type(callback).__name__ == "GradientAccumulationScheduler":
@@ -100,6 +99,17 @@ def check_job_of_a_sweep(trainer: Any) -> None:
         f"This job of a sweep is to train on {trainer.world_size} devices, whose ranks Lightning starts by running the "
         "command again, the whole sweep with it. Let something else start the ranks of a job, such as SLURM "
         "(hydra/launcher=submitit_slurm with tasks_per_node), or run the job by itself, without -m."
+    )
+
+
+def notes_on_offload(trainer: Any, request: PlanRequest) -> tuple[str, ...]:
+    """What the user should know who let MemFit offload under a strategy that cannot."""
+    if request.offload != "auto" or is_deepspeed(trainer.strategy):
+        return ()
+    name = type(trainer.strategy).__name__
+    return (
+        f"offload='auto' without effect: {name} keeps everything on the device. Under strategy='deepspeed_stage_2' the "
+        "optimizer can be kept on the host, also of one GPU",
     )
 
 

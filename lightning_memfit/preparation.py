@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_memfit.agreement import RankFacts, check_agreement, most_demanding, poorest
+from lightning_memfit.agreement import RankFacts, check_agreement, least_host_budget, most_demanding, poorest
 from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
@@ -36,7 +36,8 @@ from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest
-from lightning_memfit.predict.budget import form_budget
+from lightning_memfit.preconditions import notes_on_offload
+from lightning_memfit.predict.budget import form_budget, host_budget
 from lightning_memfit.probers import Probers
 from lightning_memfit.run_forecaster import RunForecaster, floor_forecast, forecaster_of
 from lightning_memfit.search.batch_arithmetic import (
@@ -100,6 +101,8 @@ class Preparation:
     """How the run is spread over several devices; ``None`` on one."""
     offload: Offload = "never"
     """What the strategy keeps on the host."""
+    host_budget_bytes: int | None = None
+    """Bytes that all ranks may keep in the memory of their hosts; ``None`` where it is the device or not asked for."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
     recomputed: frozenset[str] = frozenset()
@@ -221,6 +224,7 @@ class Preparation:
             budget=self.budget,
             batch_bytes=measure(self.batch).num_bytes,
             batch_shapes=shapes_in_words(self.batch),
+            host_budget_bytes=self.host_budget_bytes,
         )
 
     def agreed(self, facts: Sequence[RankFacts], from_rank: Callable[[int, Any], Any]) -> Preparation:
@@ -235,7 +239,8 @@ class Preparation:
         """
         check_agreement(facts)
         rank, budget = poorest(facts)
-        agreed = replace(self, budget=budget, device=facts[rank].device)
+        host = least_host_budget(facts)
+        agreed = replace(self, budget=budget, device=facts[rank].device, host_budget_bytes=host)
         demanding = most_demanding(facts)
         if demanding is None:
             return agreed
@@ -342,8 +347,14 @@ class Preparation:
                 self.sharding,
                 self.offload,
                 [parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad],
+                asked=_asked_to_offload(self.request),
             ),
+            host_budget_bytes=self.host_budget_bytes,
         )
+
+    def cpu_adam_obstacle(self) -> str | None:
+        """Why the optimizer cannot be exchanged for DeepSpeed's on the host, in words; ``None`` if it can."""
+        return self._optimizer_facts().cpu_adam_obstacle
 
     def _optimizer_facts(self) -> OptimizerFacts:
         try:
@@ -405,6 +416,7 @@ def prepare(
         probe = probe_present(device, cache_dir=cache_dir)
         device, rates = with_probe(device, probe), probed_rates(probe) or rates_of(device)
     kept = callback_bytes(trainer, module)
+    offload = offload_of(trainer.strategy) if is_deepspeed(trainer.strategy) else "never"
     # On a GPU there is one: the others wait on the host.
     resident_batches = _resident_batches(loader, scanned) if device.kind == "cpu" else 1
     return Preparation(
@@ -435,16 +447,30 @@ def prepare(
         ),
         resident_batches=resident_batches,
         sharding=sharding_of(trainer),
-        offload=offload_of(trainer.strategy) if is_deepspeed(trainer.strategy) else "never",
+        offload=offload,
+        host_budget_bytes=_host_budget(trainer, request, device, offload),
         scan_is_complete=scanned.complete,
         notes=(
             *_notes(trainer, loader, loader_plan),
+            *notes_on_offload(trainer, request),
             *_not_arrived(arrived),
             *_rough_rates(rates),
             *_compiled(module),
             *_on_gpu(device),
         ),
     )
+
+
+def _host_budget(trainer: Any, request: PlanRequest, device: DeviceSpec, offload: Offload) -> int | None:
+    """What all ranks may keep in the memory of their hosts, as this one sees its own."""
+    if device.kind == "cpu" or not is_deepspeed(trainer.strategy) or request.offload == offload == "never":
+        return None
+    return host_budget(detect_device("cpu")) * int(trainer.num_nodes)
+
+
+def _asked_to_offload(request: PlanRequest) -> Literal["never", "auto", "optimizer"]:
+    assert request.offload != "parameters", "refused when the settings are checked"
+    return request.offload
 
 
 def _loader_plan(trainer: Any, module: Any, request: PlanRequest, loader: TrainLoader, samples: int) -> LoaderPlan:

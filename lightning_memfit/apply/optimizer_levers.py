@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memfit.apply.host_optimizer import why_not_cpu_adam
 from lightning_memfit.apply.optimizer_implementation import implementations_of, set_implementation
 from lightning_memfit.apply.quantised_states import quantisation_obstacle, quantise, sparse_gradients
 from lightning_memfit.apply.update_rules import public_name
@@ -49,6 +50,8 @@ class OptimizerFacts:
     """Whether it takes scaled gradients, as with ``fused=True``: Lightning refuses to clip those in mixed precision."""
     zero_obstacle: str | None = None
     """Why it is not what it is where ZeRO gives it flat tensors; ``None`` where it is, or where nobody knows."""
+    cpu_adam_obstacle: str | None = None
+    """Why it cannot be exchanged for DeepSpeed's Adam, where it is kept on the host; ``None`` if it can."""
 
 
 def optimizer_facts(optimizer: Optimizer, module: nn.Module) -> OptimizerFacts:
@@ -60,6 +63,7 @@ def optimizer_facts(optimizer: Optimizer, module: nn.Module) -> OptimizerFacts:
         needs_closure=needs_closure(optimizer),
         unscales_by_itself=bool(getattr(optimizer, "_step_supports_amp_scaling", False)),
         zero_obstacle=why_not_under_zero(optimizer),
+        cpu_adam_obstacle=why_not_cpu_adam(optimizer),
     )
 
 
@@ -86,6 +90,7 @@ def joint_facts(facts: Sequence[OptimizerFacts]) -> OptimizerFacts:
         needs_closure=any(each.needs_closure for each in facts),
         unscales_by_itself=any(each.unscales_by_itself for each in facts),
         zero_obstacle=next((each.zero_obstacle for each in facts if each.zero_obstacle is not None), None),
+        cpu_adam_obstacle=next((each.cpu_adam_obstacle for each in facts if each.cpu_adam_obstacle is not None), None),
     )
 
 

@@ -83,7 +83,7 @@ class StepLevers:
         Schedulers go on driving it with the same trajectory; states that exist are converted.
         """
         self._optimizer_is_there = True
-        wanted = (candidate.optimizer_states, candidate.optimizer_implementation)
+        wanted = (candidate.optimizer_states, _implementation_here(candidate))
         if wanted == self._optimizer_setting:
             return
         self._optimizer_levers.close()
@@ -135,6 +135,12 @@ class StepLevers:
         self._optimizer_is_there = False
 
 
+def _implementation_here(candidate: Candidate) -> OptimizerImplementation:
+    """What an optimizer that is there is told; DeepSpeed's Adam was given to the engine when that was built."""
+    implementation = candidate.optimizer_implementation
+    return "as-configured" if implementation == "cpu-adam" else implementation
+
+
 def _apply_to_optimizers(trainer: Any, module: Any, candidate: Candidate) -> Undo:
     if candidate.optimizer_states == "8bit":
 
@@ -146,7 +152,8 @@ def _apply_to_optimizers(trainer: Any, module: Any, candidate: Candidate) -> Und
         # States in 32 bits would stay alive beside the new ones, and count in what the warm-up measures.
         return swap_optimizer(trainer, quantised, carry=carry_states, keep_states=False)
     with ExitStack() as undos:
-        if candidate.optimizer_implementation != "as-configured":
+        implementation = _implementation_here(candidate)
+        if implementation != "as-configured":
             for optimizer in trainer.optimizers:
-                undos.callback(set_implementation(optimizer, candidate.optimizer_implementation))
+                undos.callback(set_implementation(optimizer, implementation))
         return undos.pop_all().close

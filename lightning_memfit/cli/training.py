@@ -79,7 +79,7 @@ def _train(config: Any, *, in_sweep: bool) -> float | None:
     trainer = instantiate(config.trainer, callbacks=callbacks, plugins=plugins)
     if not memfit.is_off:
         # ``fit`` asks a plugin late: by then Lightning has started the other ranks, which run the command again.
-        check_trainer(trainer)
+        check_trainer(trainer, memfit.request)
         if in_sweep:
             check_job_of_a_sweep(trainer)
     trainer.fit(model, datamodule=data)

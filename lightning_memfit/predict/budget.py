@@ -57,6 +57,17 @@ def form_budget(device: DeviceSpec, request: PlanRequest, *, resident_bytes: int
     )
 
 
+def host_budget(host: DeviceSpec) -> int:
+    """Bytes that a run on GPUs may keep in the memory of one host: what is available now, less a headroom.
+
+    Ignores: what its processes give back when their models move to the GPUs.
+
+    Args:
+        host: as it is now.
+    """
+    return max(0, host.available_bytes - max(_LEAST_HEADROOM_BYTES, host.capacity_bytes * _HEADROOM_PERCENT // 100))
+
+
 def _given_budget(given: int, headroom: int, device: DeviceSpec, non_torch: int, could_hold: int) -> Budget:
     if headroom >= given:
         raise ConfigurationError(

@@ -64,6 +64,10 @@ class SearchSpace:
     """Formats of the optimizer's states."""
     optimizer_implementations: tuple[OptimizerImplementation, ...] = ("as-configured",)
     """Implementations of the optimizer's step; quantised states have one of their own."""
+    host_implementation: OptimizerImplementation = "as-configured"
+    """Implementation of the step where the optimizer is kept on the host."""
+    host_implementation_reason: str | None = None
+    """Why it is that one, if it was looked for."""
     strategies: Considered = ONE_DEVICE
     """Ways to spread training over several devices."""
     host_budget_bytes: int | None = None
@@ -93,7 +97,12 @@ class SearchSpace:
             precisions=(candidate.precision,),
             optimizer_states=(candidate.optimizer_states,),
             optimizer_implementations=(candidate.optimizer_implementation,),
+            host_implementation=candidate.optimizer_implementation,
         )
+
+    def with_host_implementation(self, implementation: OptimizerImplementation, reason: str) -> SearchSpace:
+        """The same space with an optimizer on the host stepped in a given way, and why."""
+        return replace(self, host_implementation=implementation, host_implementation_reason=reason)
 
     def without_recomputation(self, reason: str) -> SearchSpace:
         """The same space with nothing recomputed."""
@@ -101,25 +110,34 @@ class SearchSpace:
 
     def settings(self, tier: int) -> Iterator[Setting]:
         """The settings of one harm tier; of equal ones, those that recompute least come first."""
-        for spread, precision, states, implementation in itertools.product(
-            self.strategies.spreads, self.precisions, self.optimizer_states, self.optimizer_implementations
+        for spread, precision, states in itertools.product(
+            self.strategies.spreads, self.precisions, self.optimizer_states
         ):
             if spread.obstacle(states) is not None:
                 continue
-            fixed = states != "as-configured" or precision == "bf16-true"  # in 16 bits implementations are not equal
-            fixed |= spread.offload != "never"  # the host steps with an optimizer of DeepSpeed's
-            if fixed and implementation != self.optimizer_implementations[0]:
-                continue
-            for option in self.checkpointing:
+            for implementation, option in itertools.product(
+                self._implementations(spread, precision, states), self.checkpointing
+            ):
                 setting = Setting(
                     precision=precision,
                     optimizer_states=states,
-                    optimizer_implementation=implementation if states == "as-configured" else "as-configured",
+                    optimizer_implementation=implementation,
                     checkpointing=option,
                     spread=spread,
                 )
                 if self.candidate(setting, self.num_slices[0], zero_gradients_early=False).harm_tier == tier:
                     yield setting
+
+    def _implementations(
+        self, spread: Spread, precision: Precision, states: OptimizerStates
+    ) -> tuple[OptimizerImplementation, ...]:
+        if states != "as-configured":
+            return ("as-configured",)
+        if spread.offload != "never":
+            return (self.host_implementation,)
+        if precision == "bf16-true":  # in 16 bits implementations are not equal
+            return self.optimizer_implementations[:1]
+        return self.optimizer_implementations
 
     def candidate(self, setting: Setting, num_slices: int, *, zero_gradients_early: bool) -> Candidate:
         """The candidate at one point of the space."""
@@ -218,6 +236,7 @@ def search_space(
         num_slices=counts,
         optimizer_states=_states(request, states_reason),
         optimizer_implementations=_implementations(implementations, strategies) if asked == "auto" else (asked,),
+        host_implementation="as-configured" if asked == "auto" else asked,
         precision_reason=precision_reason,
         slicing_reason=reason,
         states_reason=states_reason,

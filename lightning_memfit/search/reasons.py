@@ -128,18 +128,23 @@ def _strategy_choices(
     if candidate.offload != "never":
         ranks = candidate.split.ranks
         held = (chosen.host_bytes or 0) * ranks
-        known = "how much the host has is not known" if space.host_budget_bytes is None else "which are given"
+        available = space.host_budget_bytes
+        known = "how much the host has is not known" if available is None else f"of {format_bytes(available)} there"
+        keep = "1 rank keeps" if ranks == 1 else f"{ranks} ranks keep"
         yield Choice(
             lever="offload",
             value=candidate.offload,
-            reason=(
-                f"tier 2: nothing fits on the GPUs alone; {ranks} ranks keep {format_bytes(held)} in the host's "
-                f"memory, {known}"
-            ),
+            reason=(f"tier 2: {_why_offloaded(space)}; {keep} {format_bytes(held)} in the host's memory, {known}"),
         )
     if candidate.sharding.zero_stage is not None and space.strategies.bucket_reason is not None:
         value = f"{candidate.sharding.reduce_bucket_elements:,} elements"
         yield Choice(lever="buckets", value=value, reason=space.strategies.bucket_reason)
+
+
+def _why_offloaded(space: SearchSpace) -> str:
+    if all(spread.offload != "never" for spread in space.strategies.spreads):
+        return "as given"
+    return "nothing fits on the device alone" if space.whole.ranks == 1 else "nothing fits on the GPUs alone"
 
 
 def _why_not_less(
@@ -328,6 +333,8 @@ def _implementation_choice(
     value = chosen.candidate.optimizer_implementation
     if chosen.candidate.optimizer_states != "as-configured":
         reason = "quantised states have one implementation"
+    elif chosen.candidate.offload != "never" and space.host_implementation_reason is not None:
+        reason = space.host_implementation_reason
     elif request.optimizer_implementation != "auto":
         reason = "as given"
     elif len(space.optimizer_implementations) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import Candidate, Offload, OptimizerStates, PlanRequest
@@ -125,16 +126,25 @@ def considered_strategies(
     )
 
 
-def ways_of_a_run(sharding: Sharding | None, offload: Offload, parameter_elements: Sequence[int]) -> Considered:
+def ways_of_a_run(
+    sharding: Sharding | None,
+    offload: Offload,
+    parameter_elements: Sequence[int],
+    *,
+    asked: Literal["never", "auto", "optimizer"] = "never",
+) -> Considered:
     """The ways in which the strategy that a Trainer has may spread a run.
 
-    As it is set up; with smaller buffers; under FSDP2 also with gradients that are exchanged in the last slice of a
-    batch alone, which keeps them whole until then.
+    As it is set up; with smaller buffers; under DeepSpeed with the optimizer on the host, where the user allows it;
+    under FSDP2 also with gradients that are exchanged in the last slice of a batch alone, which keeps them whole until
+    then.
 
     Args:
-        sharding: as it is set up; ``None`` on one device.
+        sharding: as it is set up; ``None`` on one device without an engine.
         offload: what it keeps on the host.
         parameter_elements: elements of each parameter that is trained.
+        asked: what the user lets MemFit keep on the host: ``"never"`` leaves it as it is set up, ``"auto"`` may move
+            the optimizer there, ``"optimizer"`` must.
     """
     if sharding is None:
         return ONE_DEVICE
@@ -150,8 +160,10 @@ def ways_of_a_run(sharding: Sharding | None, offload: Offload, parameter_element
             for size in (sharding.reduce_bucket_elements, sharding.allgather_bucket_elements)
         )
         smaller = replace(sharding, reduce_bucket_elements=reduced, allgather_bucket_elements=gathered)
-        if smaller != sharding:
-            spreads.append(Spread(sharding=smaller, offload=offload))
+        sizes = dict.fromkeys((sharding, smaller))  # one, where they are small already
+        places: dict[Offload, None] = {} if asked == "optimizer" else {offload: None}
+        places |= {} if asked == "never" else {"optimizer": None}
+        spreads = [Spread(sharding=size, offload=place) for place in places for size in sizes]
     return Considered(spreads=tuple(spreads), bucket_reason=reason, given=True)
 
 

@@ -13,6 +13,7 @@ from tests.ranks.zero_programs import (
     CASES,
     LIVE,
     MORE_CASES,
+    NOT_BUILT,
     ZeroCase,
     one_process,
     run_cases,
@@ -58,6 +59,17 @@ def test_what_was_predicted_for_a_rank_was_measured_with_buckets_that_fit(
     predicted = first["plan"].forecast.memory.peak_allocated_bytes
     for measured in first["measured"].measured_peak_bytes_by_rank:
         assert abs(predicted - measured) <= 0.03 * measured
+
+
+def test_where_deepspeeds_adam_cannot_be_built_torchs_steps_on_the_host_and_the_plan_says_why(
+    ranks: list[dict[str, Any]],
+) -> None:
+    check_weights(ranks, "cannot be built", NOT_BUILT)
+    plan = ranks[0]["cannot be built"]["plan"]
+    assert plan.candidate.offload == "optimizer" and plan.candidate.optimizer_implementation == "as-configured"
+    reason = next(each.reason for each in plan.choices if each.lever == "optimizer_implementation")
+    assert "was left by a build that nobody here runs" in reason and "offload with an optimizer of torch" in reason
+    assert next(each.reason for each in plan.choices if each.lever == "offload").startswith("tier 2: as given; ")
 
 
 def test_a_planned_run_goes_on_from_its_checkpoint_bit_for_bit(ranks: list[dict[str, Any]]) -> None:

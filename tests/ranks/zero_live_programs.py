@@ -39,6 +39,12 @@ CASES: dict[str, LiveCase] = {
     ),
     "stage 3, blocks recomputed": LiveCase(stage=3, memfit={"activation_checkpointing": "blocks"}),
     "stage 1, offloaded": LiveCase(stage=1, offload="optimizer"),
+    "stage 2, offloaded by MemFit": LiveCase(
+        stage=2, optimizer="adamw", memfit={"offload": "optimizer", "optimizer_implementation": "auto"}
+    ),
+    "stage 3, offloaded by MemFit": LiveCase(
+        stage=3, optimizer="adamw", memfit={"offload": "optimizer", "optimizer_implementation": "auto"}
+    ),
 }
 
 
@@ -81,5 +87,6 @@ def fit(case: LiveCase, rank: int, folder: str) -> dict[str, Any]:
         "steps": trainer.global_step,
         "plan": plugin.plan,
         "measured": plugin.measured,
+        "optimizer": type(strategy.model.optimizer.optimizer).__name__,
         "strategy": (type(strategy).__name__, strategy.handles_gradient_accumulation),
     }

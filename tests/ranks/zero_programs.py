@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -209,7 +211,11 @@ LIVE = {f"stage {stage}, planned": ZeroCase(stage=stage, epochs=7, **_SHORT_WIND
 LIVE_BUDGET = "256MiB"
 
 
-def train_live(case: ZeroCase, rank: int, folder: str) -> dict[str, Any]:
+NOT_BUILT = ZeroCase(stage=2, optimizer="adamw", epochs=7, **_SHORT_WINDOW)
+"""A run that is to offload, where DeepSpeed's Adam cannot be built."""
+
+
+def train_live(case: ZeroCase, rank: int, folder: str, **settings: Any) -> dict[str, Any]:
     """One fit on one rank, planned."""
     plugin = MemFit(
         effective_batch_size=case.effective_batch_size,
@@ -219,6 +225,7 @@ def train_live(case: ZeroCase, rank: int, folder: str) -> dict[str, Any]:
         activation_checkpointing="none",
         cache_dir=f"{folder}/cache",
         verbose=False,
+        **settings,
     )
     net = net_of(case)
     trainer = trainer_of(dataclasses.replace(case, accumulate=1), folder, plugins=[plugin])
@@ -244,9 +251,26 @@ def run_cases(rank: int) -> dict[str, Any]:
         found = _train_all(CASES, rank, folder)
         found |= {name: train_live(case, rank, folder) for name, case in LIVE.items()}
         found["resumed"] = _resumed(LIVE["stage 2, planned"], rank, folder)
+        found["cannot be built"] = _train_where_nothing_can_be_built(rank, folder)
         found["constant"] = run_constant(with_memfit=True, folder=folder)
         found["constant, Lightning alone"] = run_constant(with_memfit=False, folder=folder)
         return found
+
+
+def _train_where_nothing_can_be_built(rank: int, folder: str) -> dict[str, Any]:
+    """A build that was ended a moment ago on a machine that shares the folder left its lock behind."""
+    with tempfile.TemporaryDirectory() as extensions:
+        lock = Path(extensions) / "cpu_adam" / "lock"
+        lock.parent.mkdir()
+        lock.touch()
+        before = os.environ.get("TORCH_EXTENSIONS_DIR")
+        os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+        try:
+            return train_live(NOT_BUILT, rank, folder, offload="optimizer")
+        finally:
+            del os.environ["TORCH_EXTENSIONS_DIR"]
+            if before is not None:
+                os.environ["TORCH_EXTENSIONS_DIR"] = before
 
 
 def run_more_cases(rank: int) -> dict[str, Any]:

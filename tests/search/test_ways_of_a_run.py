@@ -48,6 +48,34 @@ def test_zero_keeps_its_offload_and_its_buckets_or_has_smaller_ones() -> None:
     assert ways.bucket_reason is not None and "13,107,200 elements" in ways.bucket_reason
 
 
+def test_zero_offloads_where_it_may_behind_what_it_is_and_where_it_must_in_its_place() -> None:
+    smaller = replace(ZERO, reduce_bucket_elements=SMALL, allgather_bucket_elements=SMALL)
+    away = (Spread(sharding=ZERO, offload="optimizer"), Spread(sharding=smaller, offload="optimizer"))
+    here = (Spread(sharding=ZERO), Spread(sharding=smaller))
+    assert ways_of_a_run(ZERO, "never", SIZES, asked="auto").spreads == here + away
+    assert ways_of_a_run(ZERO, "never", SIZES, asked="optimizer").spreads == away
+    # What the strategy itself keeps on the host stays there.
+    assert ways_of_a_run(ZERO, "optimizer", SIZES, asked="auto").spreads == away
+
+
+def test_what_cannot_offload_is_spread_as_ever() -> None:
+    for sharding in (None, DDP, FSDP2):
+        assert ways_of_a_run(sharding, "never", SIZES, asked="auto") == ways_of_a_run(sharding, "never", SIZES)
+
+
+def test_an_optimizer_on_the_host_is_stepped_in_one_way_whatever_the_device_offers() -> None:
+    space = replace(
+        space_of(Spread(sharding=ZERO), Spread(sharding=ZERO, offload="optimizer")),
+        optimizer_implementations=("as-configured", "fused"),
+    )
+    assert [each.optimizer_implementation for each in space.settings(2)] == ["as-configured"] * 2  # two precisions
+    found = space.with_host_implementation("cpu-adam", "it was built")
+    assert [each.optimizer_implementation for each in found.settings(2)] == ["cpu-adam"] * 2
+    assert [each.optimizer_implementation for each in found.settings(0)] == ["as-configured", "fused"] * 2
+    built = found.built(found.candidate(next(found.settings(2)), 1, zero_gradients_early=False))
+    assert [each.optimizer_implementation for each in built.settings(2)] == ["cpu-adam"]
+
+
 def test_buckets_that_are_small_already_stay() -> None:
     small = replace(ZERO, reduce_bucket_elements=1000, allgather_bucket_elements=None)
     assert ways_of_a_run(small, "never", SIZES).spreads == (Spread(sharding=small),)
