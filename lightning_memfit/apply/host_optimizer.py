@@ -70,7 +70,18 @@ def cpu_adam_like(optimizer: Optimizer) -> Optimizer:
     new: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decouples, **defaults)
     for name in _STEP_HOOKS:  # the same dictionaries, so that the user's handles still remove them
         setattr(new, name, getattr(optimizer, name))
+    new.register_load_state_dict_post_hook(_completed)
     return new
+
+
+def _completed(optimizer: Optimizer) -> None:
+    """Give what torch's Adam saved, without the host, the form of DeepSpeed's: its options, and steps as numbers."""
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = int(state["step"])
 
 
 def step_on_host_with_cpu_adam(strategy: Any) -> Undo:

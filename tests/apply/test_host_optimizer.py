@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -108,6 +109,21 @@ def test_hooks_of_the_users_optimizer_run_with_the_new_one() -> None:
     handle.remove()
     train(new, 1)
     assert seen == ["step", "step"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("extension")
+def test_each_goes_on_from_what_the_other_saved() -> None:
+    here, there = AdamW([weight()], lr=0.05), cpu_adam_like(AdamW([weight()], lr=0.05))
+    for first, second in ((here, there), (there, here)):
+        train(first, 4)
+        copied = second.param_groups[0]["params"][0]
+        copied.data.copy_(first.param_groups[0]["params"][0].data)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        train(first, 3)
+        train(second, 3)
+        # Rounding of weights of up to 4; without the moments it would be 0.04.
+        torch.testing.assert_close(copied, first.param_groups[0]["params"][0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from lightning_memfit.apply.cpu_adam import find_cpu_adam
 from tests.ranks.launch import results, run_on_ranks
-from tests.ranks.zero_live_programs import CASES, run_live
+from tests.ranks.zero_live_programs import CASES, run_live, run_moved
 from tests.ranks.zero_programs import one_process
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install lightning-memfit[deepspeed]")
@@ -60,6 +60,18 @@ def test_deepspeeds_adam_steps_where_memfit_offloads(ranks: list[dict[str, Any]]
         candidate = rank[name]["plan"].candidate
         assert (candidate.offload, candidate.optimizer_implementation) == ("optimizer", "cpu-adam")
         assert rank[name]["optimizer"] == "DeepSpeedCPUAdam"
+
+
+def test_a_run_goes_on_where_its_optimizer_was_or_in_the_other_place() -> None:
+    for rank in results(run_on_ranks(run_moved, environment={"DS_ACCELERATOR": "cpu"}, seconds=300)):
+        for name, found in rank.items():
+            stayed, moved = found["stayed"], found["moved"]
+            before, _, after = name.partition(" to ")
+            assert moved["steps"] == stayed["steps"] == 9
+            assert moved["optimizer"] == {"never": "AdamW", "optimizer": "DeepSpeedCPUAdam"}[after]
+            for parameter, weight in stayed["weights"].items():
+                atol = 0 if before == after else 1e-6
+                torch.testing.assert_close(moved["weights"][parameter], weight, rtol=0, atol=atol)
 
 
 def test_afterwards_the_strategy_counts_by_itself_again(ranks: list[dict[str, Any]]) -> None:

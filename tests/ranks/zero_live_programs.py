@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 
 from lightning_memfit import MemFit
+from lightning_memfit.plan import Offload
 from tests.ranks.cpu_deepspeed import CPUDeepSpeed
 from tests.ranks.trainer_programs import QUIET, RANKS, loader_of, net_of
 from tests.ranks.zero_programs import ZeroCase, whole_weights
@@ -58,7 +61,36 @@ def run_live(rank: int) -> dict[str, Any]:
         return {name: fit(case, rank, f"{folder}/{place}") for place, (name, case) in enumerate(CASES.items())}
 
 
-def fit(case: LiveCase, rank: int, folder: str) -> dict[str, Any]:
+MOVED = LiveCase(stage=2, optimizer="adamw", epochs=3, memfit={"optimizer_implementation": "auto"})
+"""A run that is saved with its optimizer in one place and goes on with it in the other."""
+PLACES: tuple[Offload, ...] = ("never", "optimizer")
+
+
+def run_moved(rank: int) -> dict[str, Any]:
+    """By where the optimizer was and where it went: the weights, and those of a run that stayed where it was."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for before in PLACES:
+            # In the folder that all ranks work in: each writes its part.
+            saved = str(Path.cwd() / f"{before}.ckpt")
+            stayed = fit(_kept(before), rank, folder)
+            fit(dataclasses.replace(_kept(before), epochs=2), rank, folder, save_as=saved)
+            for after in PLACES:
+                found[f"{before} to {after}"] = {"stayed": stayed, "moved": fit(_kept(after), rank, folder, saved)}
+    return found
+
+
+def _kept(place: Offload) -> LiveCase:
+    return dataclasses.replace(MOVED, memfit={**MOVED.memfit, "offload": place})
+
+
+def fit(
+    case: LiveCase, rank: int, folder: str, resumed: str | None = None, *, save_as: str | None = None
+) -> dict[str, Any]:
     """One fit on one rank."""
     plugin = MemFit(
         effective_batch_size=case.effective_batch_size, cache_dir=folder, verbose=False, **(_PINNED | case.memfit)
@@ -80,7 +112,9 @@ def fit(case: LiveCase, rank: int, folder: str) -> dict[str, Any]:
         **QUIET,
     )
     net = net_of(case)
-    trainer.fit(net, loader_of(case, rank))
+    trainer.fit(net, loader_of(case, rank), ckpt_path=resumed, weights_only=False)
+    if save_as is not None:
+        trainer.save_checkpoint(save_as)
     assert plugin.plan is not None and plugin.measured is not None
     return {
         "weights": whole_weights(net),
