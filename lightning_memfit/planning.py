@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_memfit.apply.cpu_adam import CpuAdam, find_cpu_adam
+from lightning_memfit.apply.deepspeed_config import notes_on_precision
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
 from lightning_memfit.observe.random_state import random_state_kept
@@ -230,7 +231,10 @@ class Planning:
         return self._labelled(plan)
 
     def _labelled(self, plan: Plan) -> Plan:
-        return replace(plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self.fingerprint))
+        notes = dict.fromkeys((*plan.notes, *notes_on_precision(plan.candidate)))
+        return replace(
+            plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self.fingerprint), notes=tuple(notes)
+        )
 
     def _found_with_host_optimizer(self) -> Found:
         """What the search finds; who steps on the host is found out as soon as a plan keeps the optimizer there.

@@ -257,7 +257,7 @@ def test_the_clock_of_a_warm_up_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatc
 def test_one_gpu_is_driven() -> None:
     strategy: Any = SingleDeviceStrategy(device="cuda:0")
     trainer: Any = SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1, callbacks=())
-    check_trainer(trainer)
+    check_trainer(trainer, PlanRequest())
 
 
 def test_a_pinned_precision_is_mixed_on_the_device_of_the_run() -> None:

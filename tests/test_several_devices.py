@@ -155,6 +155,7 @@ def test_the_host_is_used_only_where_nothing_else_fits() -> None:
 
 
 def test_a_host_without_room_is_no_way_out() -> None:
+    """Reported in deepspeedai/DeepSpeed#1891."""
     with pytest.raises(NoFeasiblePlanError, match="No plan fits the budget"):
         plan_of(700 * MIB, host_memory=MIB)
     with pytest.raises(NoFeasiblePlanError):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
-from lightning_memfit.plan import Offload
+from lightning_memfit.plan import Candidate, Offload
 from lightning_memfit.sharding import Sharding, ZeroStage
 from lightning_memfit.undo import Undo
 
@@ -82,6 +82,27 @@ def offload_of(strategy: Any) -> Offload:
     if device not in (None, "cpu"):
         raise UnsupportedError(f"DeepSpeed's offload_optimizer to {device!r} is not forecast; to 'cpu' it is.")
     return "never" if device is None else "optimizer"
+
+
+def notes_on_precision(candidate: Candidate) -> tuple[str, ...]:
+    """What the user should know of 16 bits under ZeRO, which are others than Lightning's; nothing elsewhere.
+
+    Source: ``DeepSpeedEngine.get_data_types`` in ``deepspeed/runtime/engine.py`` 0.19.8: gradients are added up in the
+    dtype of the module.
+
+    Args:
+        candidate: what a plan has chosen.
+    """
+    section, sharding = _SECTION_OF.get(candidate.precision), candidate.sharding
+    if section is None or sharding is None or sharding.engine != "deepspeed":
+        return ()
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[section]
+    passes = candidate.split.num_slices * candidate.split.accumulate_grad_batches
+    added = "" if passes == 1 else f", and adds up the gradients of {passes} slices in it, rounding each time"
+    return (
+        f"precision={candidate.precision!r} under DeepSpeed casts the whole module to {dtype}{added}; master weights "
+        "and optimizer states are float32",
+    )
 
 
 def write_config(

@@ -12,12 +12,14 @@ from torch import nn
 from lightning_memfit.apply.deepspeed_config import (
     is_deepspeed,
     make_deepspeed_delegate,
+    notes_on_precision,
     offload_of,
     write_config,
     zero_sharding,
 )
 from lightning_memfit.apply.sharding import is_ddp
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
+from lightning_memfit.plan import BatchSplit, Candidate
 from lightning_memfit.predict.zero_layout import lightning_sharding
 from lightning_memfit.sharding import Sharding
 
@@ -88,6 +90,7 @@ def test_the_optimizer_may_be_on_the_host_and_not_on_a_disk() -> None:
 
 
 def test_a_plan_is_written_and_put_back() -> None:
+    """Also the micro-batch, which Lightning infers from the loader: Lightning-AI/pytorch-lightning#7345."""
     strategy = strategy_with(lightnings(2))
     before = copy.deepcopy(strategy.config)
     sharding = Sharding(
@@ -137,6 +140,21 @@ def test_an_offload_that_is_no_longer_wanted_is_taken_out_and_the_users_own_is_k
     strategy = strategy_with(lightnings(2, offload_optimizer=own))
     assert written(strategy, offload="optimizer")["zero_optimization"]["offload_optimizer"] == own
     assert "offload_optimizer" not in written(strategy)["zero_optimization"]
+
+
+def test_sixteen_bits_under_zero_are_named_with_what_is_rounded() -> None:
+    zero = lightning_sharding(2, 2)
+    whole = BatchSplit(effective_batch_size=16, ranks=2, loader_batch_size=8, slice_sizes=(8,))
+    thirds = BatchSplit(
+        effective_batch_size=32, ranks=2, loader_batch_size=8, accumulate_grad_batches=2, slice_sizes=(3, 3, 2)
+    )
+    (note,) = notes_on_precision(Candidate(precision="bf16-mixed", split=thirds, sharding=zero))
+    assert "casts the whole module to bfloat16, and adds up the gradients of 6 slices in it, rounding each time" in note
+    (note,) = notes_on_precision(Candidate(precision="16-mixed", split=whole, sharding=zero))
+    assert "casts the whole module to float16; master weights" in note
+    assert not notes_on_precision(Candidate(precision="32-true", split=thirds, sharding=zero))
+    for other in (None, Sharding(engine="ddp", ranks=2)):
+        assert not notes_on_precision(Candidate(precision="bf16-mixed", split=thirds, sharding=other))
 
 
 def test_parameters_that_were_divided_when_they_were_made_keep_stage_3() -> None:

@@ -26,6 +26,7 @@ from lightning_memfit.errors import (
     NoFeasiblePlanError,
     UnsupportedError,
 )
+from lightning_memfit.plan import PlanRequest
 
 pytestmark = pytest.mark.usefixtures("no_probing")
 
@@ -81,11 +82,6 @@ class BagModel(Model):
 SIZES = (
     "Write a number and a unit: B, KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (powers of 1000), such as "
     "'700MiB'."
-)
-LEVERS = (
-    "To need less memory, this release divides batches into slices (micro_batch_size=), recomputes activations "
-    "(activation_checkpointing=), zeroes gradients early, computes in precision='bf16-mixed', and keeps "
-    "optimizer_states='8bit'."
 )
 PRECISIONS = "'auto', '32-true', 'bf16-mixed', '16-mixed', 'bf16-true'"
 PATTERNS = "must be 'auto', 'none', 'blocks', or patterns of module names such as ['encoder.layers.*']."
@@ -161,21 +157,14 @@ def test_a_setting_that_cannot_be_used_is_refused_at_once(case: str) -> None:
     assert str(caught.value) == message
 
 
-LATER: dict[str, tuple[Any, str]] = {
-    "offload": ("optimizer", "Leave offload out, or use 'never'."),
-}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_a_lever_of_a_later_release_is_refused_and_not_ignored(name: str) -> None:
-    """Reported in deepspeedai/DeepSpeed#483, and by others.
-
-    deepspeedai/DeepSpeed#1846, deepspeedai/DeepSpeed#3488, deepspeedai/DeepSpeed#1891.
-    """
-    value, instead = LATER[name]
+def test_parameters_on_the_host_are_refused_and_not_ignored() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        MemFit(**{name: value})
-    assert str(caught.value) == f"MemFit({name}={value!r}) is not supported in this release. {instead} {LEVERS}"
+        MemFit(offload="parameters")
+    assert str(caught.value) == (
+        "MemFit(offload='parameters') is not supported in this release: what parameters on the host need is not "
+        "forecast. Use offload='auto' or 'optimizer', which keep the optimizer on the host under DeepSpeed, or "
+        "DeepSpeedStrategy(stage=3), which divides the parameters over the devices."
+    )
 
 
 # What a fit refuses: nothing has changed when it does.
@@ -500,13 +489,28 @@ def test_a_strategy_that_is_not_driven_is_named_with_what_is(
         num_devices, num_nodes, callbacks = count, 1, ()
 
     with pytest.raises(UnsupportedError) as caught:
-        check_trainer(Several())
+        check_trainer(Several(), PlanRequest())
     assert str(caught.value).startswith(f"MemFit does not drive {found}")
     assert str(caught.value).endswith(
         "in this release; it drives SingleDeviceStrategy, DDPStrategy, DeepSpeedStrategy and ModelParallelStrategy "
         "(FSDP2) on cpu or cuda, such as Trainer(accelerator='cpu', devices=2, strategy='ddp'). "
         "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
     )
+
+
+def test_a_strategy_that_cannot_offload_is_refused_where_it_must_and_said_where_it_may(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    message = refusal(make_trainer, tmp_path, MemFit(offload="optimizer"), ConfigurationError)
+    assert message == (
+        "MemFit(offload='optimizer') keeps the optimizer on the host under DeepSpeed, and this run is that of "
+        "SingleDeviceStrategy on cpu with 1 device(s) x 1 node(s). Use Trainer(strategy='deepspeed_stage_2'), which "
+        "runs on one GPU too, or offload='never'."
+    )
+    memfit = MemFit(offload="auto", verbose=False)
+    make_trainer(memfit, max_steps=1).fit(Model(), DataLoader(data(), 16))
+    assert memfit.plan is not None and memfit.plan.candidate.offload == "never"
+    assert any(note.startswith("offload='auto' without effect: SingleDeviceStrategy") for note in memfit.plan.notes)
 
 
 PYTORCH_LIGHTNING = """

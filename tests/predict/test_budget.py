@@ -12,7 +12,7 @@ from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.hardware.catalog import catalog_device
 from lightning_memfit.hardware.device import DeviceSpec, Neighbour
 from lightning_memfit.plan import PlanRequest
-from lightning_memfit.predict.budget import form_budget
+from lightning_memfit.predict.budget import form_budget, host_budget
 from lightning_memfit.units import GIB, MIB
 
 HOST = DeviceSpec(
@@ -41,6 +41,13 @@ GPU = DeviceSpec(
     context_high_bytes=700 * MIB,
     neighbours=(Neighbour(pid=7, held_bytes=1 * GIB), Neighbour(pid=8, held_bytes=None)),
 )
+
+
+def test_what_a_run_on_gpus_may_keep_on_the_host_ends_at_the_limit_of_its_container_less_headroom() -> None:
+    """Reported in deepspeedai/DeepSpeed#1891."""
+    assert host_budget(HOST) == 10 * GIB - 400 * MIB - 512 * MIB  # 5 % of 10 GiB
+    assert host_budget(SMALL) == (624 - 256) * MIB  # of a limit of 1 GiB, and 256 MiB are the least headroom
+    assert host_budget(dataclasses.replace(SMALL, available_bytes=100 * MIB)) == 0
 
 
 def test_without_a_budget_the_device_less_non_torch_and_five_percent() -> None:

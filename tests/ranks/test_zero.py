@@ -64,6 +64,7 @@ def test_what_was_predicted_for_a_rank_was_measured_with_buckets_that_fit(
 def test_where_deepspeeds_adam_cannot_be_built_torchs_steps_on_the_host_and_the_plan_says_why(
     ranks: list[dict[str, Any]],
 ) -> None:
+    """Reported in deepspeedai/DeepSpeed#483, deepspeedai/DeepSpeed#1846, deepspeedai/DeepSpeed#3488."""
     check_weights(ranks, "cannot be built", NOT_BUILT)
     plan = ranks[0]["cannot be built"]["plan"]
     assert plan.candidate.offload == "optimizer" and plan.candidate.optimizer_implementation == "as-configured"
