@@ -3,8 +3,8 @@
     python -m benchmarks.accuracy_ranks_zero [--cases PATTERN] [--json PATH] [--markdown PATH]
 
 Every rank, of two or one alone, runs the real engine under an allocator that counts every byte; device and host are one
-memory here, so that what is offloaded counts too. Predictions are made before, of one device's step that was traced on fakes, without
-operator probes. Ends with code 1 if a target is missed.
+memory here, so that what is offloaded counts too. Predictions are made before, of one device's step that was traced on
+fakes, without operator probes. Ends with code 1 if a target is missed.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def notes_on_devices(plan: Plan, considered: Considered) -> tuple[str, ...]:
         return tuple(notes)
     if candidate.sharding.ranks == 1:
         notes.append(
-            "train it with Lightning's DeepSpeedStrategy, which choose_strategy makes: by itself a Trainer offloads nothing"
+            "train it with Lightning's DeepSpeedStrategy (choose_strategy makes it): a Trainer by itself offloads nothing"
         )
     elif device.link_bytes_per_second is None:
         notes.append(

@@ -101,18 +101,16 @@ def _of_fsdp2(parameters: Sequence[ParameterLayout], sharding: Sharding, micro_s
     )
 
 
-def _of_zero(
-    parameters: Sequence[ParameterLayout], sharding: Sharding, offload: Offload, micro_steps: int
-) -> Shares:
+def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload: Offload, micro_steps: int) -> Shares:
     """Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; deepspeedai/DeepSpeed ``runtime/zero``, 0.19.
 
     1. Stage 1 divides states and ``float32`` copies, stage 2 gradients too, stage 3 parameters too.
     2. Gradients are reduced in a bucket, and a second one where reducing overlaps the backward; in stage 3 in a copy.
     3. In stage 3 gathered parameters are kept that are used again within 10^9 elements of parameters; one rank gathers
        none.
-    4. On the host lie ``float32`` copies of the parameters and of the gradients, and one in the dtype of the parameters:
-       in stage 3 of gradients that arrive, else of new parameters that leave. In stages 1 and 2 there is a buffer of
-       the largest gradient on either side; stage 2 accumulates whole gradients of several slices on the host.
+    4. On the host lie ``float32`` copies of the parameters and of the gradients, and one in the dtype of the
+       parameters: in stage 3 of gradients that arrive, else of new parameters that leave. In stages 1 and 2 there is a
+       buffer of the largest gradient on either side; stage 2 adds up whole gradients of several slices on the host.
     """
     settings = ZeroSettings.of(sharding)
     stage, ranks = settings.stage, settings.ranks

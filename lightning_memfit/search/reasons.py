@@ -339,6 +339,8 @@ def _implementation_choice(
     value = chosen.candidate.optimizer_implementation
     if chosen.candidate.optimizer_states != "as-configured":
         reason = "quantised states have one implementation"
+    elif chosen.candidate.offload != "never":
+        reason = "the host steps, with an optimizer of DeepSpeed's"
     elif request.optimizer_implementation != "auto":
         reason = "as given"
     elif len(space.optimizer_implementations) == 1:

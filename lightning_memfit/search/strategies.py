@@ -285,9 +285,7 @@ def _zero(ranks: int, bucket: int, request: PlanRequest) -> list[Spread]:
 
 
 def _staged(stage: ZeroStage, ranks: int, bucket: int) -> Sharding:
-    return replace(
-        lightning_sharding(stage, ranks), reduce_bucket_elements=bucket, allgather_bucket_elements=bucket
-    )
+    return replace(lightning_sharding(stage, ranks), reduce_bucket_elements=bucket, allgather_bucket_elements=bucket)
 
 
 def _fsdp2(ranks: int, blocks: Sequence[str]) -> list[Spread]:

@@ -55,6 +55,21 @@ def test_options_name_the_strategy_and_the_host(tmp_path: Path) -> None:
     assert "does not fit: No plan fits the host: of the smallest one, 2 ranks keep" in ran.out
 
 
+def test_one_gpu_offloads_where_the_config_says_so(tmp_path: Path) -> None:
+    tight = ("memfit.precision=bf16-mixed", "--budget", "250MiB")
+    asked = planned(tmp_path, "memfit.offload=auto", *tight)
+    assert asked.code == FITS, asked.err
+    assert "ZeRO-2 over 1, optimizer on the host" in asked.out and "one device" in asked.out
+    assert "left out of this forecast" not in asked.out
+    alone = planned(tmp_path, "memfit.offload=never", *tight)
+    assert alone.code == DOES_NOT_FIT, alone.err
+    assert 'offload="auto", DeepSpeed with the optimizer on the host: ' in alone.out
+    named = planned(tmp_path, "trainer.strategy=deepspeed_stage_2_offload", *tight, "--json")
+    assert named.code == FITS, named.err
+    (found,) = json.loads(named.out)["devices"]
+    assert found["plan"]["forecast"]["candidate"]["offload"] == "optimizer"
+
+
 def test_an_effective_batch_that_devices_cannot_share_is_refused(tmp_path: Path) -> None:
     ran = planned(tmp_path, "devices=3", "memfit.effective_batch_size=64")
     assert ran.code == BAD_REQUEST
