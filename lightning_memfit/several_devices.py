@@ -54,7 +54,8 @@ def notes_on_devices(plan: Plan, considered: Considered) -> tuple[str, ...]:
         return tuple(notes)
     if candidate.sharding.ranks == 1:
         notes.append(
-            "train it with Lightning's DeepSpeedStrategy (choose_strategy makes it): a Trainer by itself offloads nothing"
+            "train it with Lightning's DeepSpeedStrategy (choose_strategy makes it): a Trainer by itself offloads "
+            "nothing"
         )
     elif device.link_bytes_per_second is None:
         notes.append(
