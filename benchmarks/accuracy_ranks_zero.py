@@ -1,10 +1,10 @@
-"""Predicted against really measured peak of each rank under DeepSpeed's ZeRO 1 to 3, on two gloo ranks and the CPU.
+"""Predicted against really measured peak of each rank under DeepSpeed's ZeRO 1 to 3, on gloo ranks and the CPU.
 
     python -m benchmarks.accuracy_ranks_zero [--cases PATTERN] [--json PATH] [--markdown PATH]
 
-Both ranks run the real engine under an allocator that counts every byte; device and host are one memory here, so that
-what is offloaded counts too. Predictions are made before, of one device's step that was traced on fakes, without
-operator probes. Ends with code 1 if a target is missed.
+Every rank, of two or one alone, runs the real engine under an allocator that counts every byte; device and host are one
+memory here, so that what is offloaded counts too. Predictions are made before, of one device's step that was traced on
+fakes, without operator probes. Ends with code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from lightning_memfit.trace.flat_step import trace_flat_steps
 from lightning_memfit.trace.training_step import program_of, trace_window
 from lightning_memfit.units import format_bytes
 
-RANKS = 2
 CASE_TARGET = 0.03
 """Largest error of a case, as a share of the measured peak."""
 
@@ -54,7 +53,7 @@ class RankResult:
     label: str
     """Of the case."""
     rank: int
-    """Which of the two."""
+    """Which of the case's."""
     measured_peak_bytes: int
     """Highest point of an optimizer step in the steady state."""
     predicted_peak_bytes: int
@@ -101,6 +100,25 @@ def _cases() -> Iterator[ZeroCase]:
         yield ZeroCase(model="gpt", stage=3, bucket=100_000, **more)
         yield ZeroCase(model="mlp", stage=3, bucket=100_000, precision="32-true", reuse=0, **more)
     yield ZeroCase(model="gpt", stage=3, bucket=100_000, slices=2, reuse=500_000, persistence=1000, prefetch=0)
+    yield from _cases_of_one_rank()
+
+
+def _cases_of_one_rank() -> Iterator[ZeroCase]:
+    for stage in (1, 2, 3):
+        for model, precision in (("odd", "bf16-true"), ("mlp", "32-true"), ("gpt", "bf16-true")):
+            for offloads in (False, True):
+                yield ZeroCase(
+                    model=model, stage=stage, precision=precision, bucket=1_000_000, offloads=offloads, ranks=1
+                )
+        levers: tuple[dict[str, Any], ...] = (
+            {"slices": 2}, {"slices": 2, "offloads": True}, {"overlaps": True}, {"overlaps": True, "offloads": True},
+            {"groups": 2}, {"groups": 2, "offloads": True}, {"frozen": True, "offloads": True},
+            {"optimizer": "sgd", "offloads": True}, {"slices": 2, "overlaps": True, "offloads": True},
+        )  # fmt: skip
+        for lever in levers:
+            yield ZeroCase(model="odd", stage=stage, bucket=100_000, ranks=1, **lever)
+    for reuse in (None, 0):
+        yield ZeroCase(model="mlp", stage=3, bucket=100_000, persistence=1000, prefetch=0, reuse=reuse, ranks=1)
 
 
 def predicted(case: ZeroCase, rank: int) -> tuple[MemoryBreakdown, int]:
@@ -109,7 +127,7 @@ def predicted(case: ZeroCase, rank: int) -> tuple[MemoryBreakdown, int]:
     program = program_of(module, loss=lambda trained, batch: trained(batch), optimizer=partial(make_optimizer, case))
     sharding = Sharding(
         engine="deepspeed",
-        ranks=RANKS,
+        ranks=case.ranks,
         zero_stage=case.stage,
         reduce_bucket_elements=case.bucket,
         overlap_communication=case.overlaps,
@@ -143,20 +161,21 @@ def measured(cases: Sequence[ZeroCase], *, extensions: Path | None = None) -> li
     """What each rank's allocator counted, case by case.
 
     Args:
-        cases: run one after the other by the same two processes.
+        cases: run one after the other by the same processes; of one number of ranks.
         extensions: folder in which DeepSpeed builds its extensions; its own by default.
 
     Raises:
         RuntimeError: if a rank fails, with its last words.
     """
+    (ranks,) = {case.ranks for case in cases}
     library = build_allocator()
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.accuracy_ranks_zero_case", "--library", str(library)]
-    environment = {**os.environ, **_rendezvous(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **_rendezvous(ranks), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if extensions is not None:
         environment["TORCH_EXTENSIONS_DIR"] = str(extensions)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as files:
-        words = [Path(directory) / f"rank_{rank}.txt" for rank in range(RANKS)]
+        words = [Path(directory) / f"rank_{rank}.txt" for rank in range(ranks)]
         processes = [
             subprocess.Popen(
                 [*command, as_arguments(cases)],
@@ -181,7 +200,14 @@ def measured(cases: Sequence[ZeroCase], *, extensions: Path | None = None) -> li
 
 
 def compare(cases: Sequence[ZeroCase], *, extensions: Path | None = None) -> list[RankResult]:
-    """Measure and predict."""
+    """Measure and predict; cases of as many ranks are run by the same processes."""
+    results = []
+    for ranks in dict.fromkeys(case.ranks for case in cases):
+        results += _compare([case for case in cases if case.ranks == ranks], extensions)
+    return results
+
+
+def _compare(cases: Sequence[ZeroCase], extensions: Path | None) -> list[RankResult]:
     results = []
     for case, ranks in zip(cases, measured(cases, extensions=extensions), strict=True):
         for told in ranks:
@@ -217,11 +243,11 @@ def _divided(batch: dict[str, torch.Tensor], parts: int) -> list[dict[str, torch
     return [{name: tensor.tensor_split(parts)[index] for name, tensor in batch.items()} for index in range(parts)]
 
 
-def _rendezvous() -> dict[str, str]:
+def _rendezvous(ranks: int) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS)}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

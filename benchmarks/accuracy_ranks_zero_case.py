@@ -40,6 +40,8 @@ class ZeroCase:
     """Key of ``MODELS``."""
     stage: ZeroStage
     """Of ZeRO."""
+    ranks: int = 2
+    """Over which it is spread."""
     precision: Precision = "bf16-true"
     """``bf16-mixed`` is the same to DeepSpeed: parameters in 16 bits, master weights in 32."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -67,6 +69,7 @@ class ZeroCase:
     def label(self) -> str:
         """Such as ``"gpt stage 2 bf16-true adamw bucket 1e+05"``."""
         more = {
+            "1 rank": self.ranks == 1,
             "overlap": self.overlaps,
             f"{self.slices} slices": self.slices > 1,
             "offload": self.offloads,

@@ -49,7 +49,7 @@ from lightning_memfit.trace.optimizer_step import look_at_optimizer, trace_optim
 from lightning_memfit.trace.sharded_fakes import parameters_of
 from lightning_memfit.trace.small_steps import PeakLine, measure_small_steps
 from lightning_memfit.trace.step_program import StepProgram
-from lightning_memfit.trace.timeline import GradientLayout, Signature, Timeline
+from lightning_memfit.trace.timeline import GradientLayout, ParameterLayout, Signature, Timeline
 from lightning_memfit.trace.training_step import trace_window
 
 if TYPE_CHECKING:
@@ -327,8 +327,12 @@ class Forecaster:
             predicted_step_seconds=self._with_exchanges(self._seconds(timeline, candidate.split), sent),
             exchanged_bytes=sent,
             seconds_count_exchanges=sent is not None and self._target.link_bytes_per_second is not None,
+            host_bytes=None if candidate.offload == "never" else self._host_bytes(parameters, candidate),
             notes=(*timeline.notes, *probes.notes),
         )
+
+    def _host_bytes(self, parameters: Sequence[ParameterLayout], candidate: Candidate) -> int | None:
+        return host_bytes(parameters, self._step(candidate, None).cost.states_bytes, candidate)
 
     def _replayed(self, candidate: Candidate) -> Forecast | None:
         """The derived timeline replayed as the device would; ``None`` on the host, and where it cannot be derived."""

@@ -170,7 +170,7 @@ def make_plan(
     cache_dir: Path | None = None,
     num_devices: int = 1,
     strategy: str = "auto",
-    offload: str = "auto",
+    offload: str | None = None,
     host_memory: int | str | None = None,
 ) -> Plan:
     """Search for the plan of an effective batch, without a Trainer and without running a step.
@@ -193,9 +193,11 @@ def make_plan(
         probe_operators: run each distinct operator once, in a process of its own, for its hidden temporaries.
         cache_dir: keeps what probing found, and the measured rates of the device.
         num_devices: devices of this kind in one node; every optimizer step is spread over all of them.
-        strategy: ``"auto"``, ``"ddp"``, ``"deepspeed_stage_1"`` to ``"deepspeed_stage_3_offload"``, or ``"fsdp2"``.
-        offload: ``"auto"`` moves the optimizer to the host, with DeepSpeed, only where nothing else fits;
-            ``"never"`` or ``"optimizer"``. On one device nothing is offloaded.
+        strategy: ``"auto"``, ``"ddp"``, ``"deepspeed_stage_1"`` to ``"deepspeed_stage_3_offload"``, or ``"fsdp2"``; of
+            one device ``"auto"`` or ``"deepspeed_stage_2_offload"``.
+        offload: ``"auto"`` moves the optimizer to the host, with DeepSpeed on a GPU, only where nothing else fits;
+            ``"optimizer"`` moves it whatever fits, ``"never"`` does not. ``None`` is ``"auto"`` for several devices and
+            ``"never"`` for one, where training as planned would need another strategy than a plain Trainer has.
         host_memory: bytes of the node's host that all ranks together may use, text such as ``"1TiB"``, or ``None``
             where that is not known: the plan then says what it needs.
 
@@ -248,7 +250,7 @@ def make_plans(
     cache_dir: Path | None = None,
     num_devices: int = 1,
     strategy: str = "auto",
-    offload: str = "auto",
+    offload: str | None = None,
     host_memory: int | str | None = None,
 ) -> dict[str, Plan | NoFeasiblePlanError]:
     """Search for the plan of an effective batch on each of several devices.
@@ -283,6 +285,7 @@ def make_plans(
     Raises:
         ConfigurationError: if a setting cannot be used.
     """
+    check_num_devices(num_devices)
     request = plan_request(
         effective_batch_size=effective_batch_size,
         budget=budget,
@@ -292,9 +295,8 @@ def make_plans(
         optimizer_states=optimizer_states,
         optimizer_implementation=optimizer_implementation,
         micro_batch_size="auto" if micro_batch_size is None else micro_batch_size,
-        offload=offload if num_devices > 1 or offload != "auto" else "never",
+        offload=_default_offload(num_devices, strategy) if offload is None else offload,
     )
-    check_num_devices(num_devices)
     devices_of_a_plan = _Devices(num_devices, strategy, host_bytes_of(host_memory))
     whole = _undivided(batch, effective_batch_size, num_devices)
     if isinstance(devices, str):
@@ -314,6 +316,11 @@ def make_plans(
             except NoFeasiblePlanError as error:
                 found[device] = error
     return found
+
+
+def _default_offload(num_devices: int, strategy: str) -> str:
+    """Several devices need a strategy anyway; on one, offloading takes another than a plain Trainer's."""
+    return "auto" if num_devices > 1 or strategy.endswith("_offload") else "never"
 
 
 def _undivided(batch: Any, effective_batch_size: int, ranks: int) -> BatchSplit:

@@ -1,4 +1,4 @@
-"""What plans and forecasts for several devices need beside those for one: ranks of a candidate, the host, notes."""
+"""What plans and forecasts need where an engine spreads a step: ranks of a candidate, the host, notes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import Candidate, Offload, Plan
 from lightning_memfit.search.strategies import Considered
 from lightning_memfit.sharding import Sharding
-from lightning_memfit.units import format_bytes, parse_bytes
+from lightning_memfit.units import parse_bytes
 
 
 def on_ranks(candidate: Candidate, sharding: Sharding | None, offload: Offload) -> Candidate:
@@ -47,12 +47,17 @@ def host_bytes_of(host_memory: int | str | None) -> int | None:
 
 
 def notes_on_devices(plan: Plan, considered: Considered) -> tuple[str, ...]:
-    """What the user should know of a plan for several devices; nothing on one."""
+    """What the user should know of a plan for several devices; on one, of what is, or could not be, offloaded."""
     candidate, device = plan.candidate, plan.device
-    if candidate.sharding is None:
-        return ()
     notes = [f"not considered: {each}" for each in considered.left_out]
-    if device.link_bytes_per_second is None:
+    if candidate.sharding is None:
+        return tuple(notes)
+    if candidate.sharding.ranks == 1:
+        notes.append(
+            "train it with Lightning's DeepSpeedStrategy (choose_strategy makes it): a Trainer by itself offloads "
+            "nothing"
+        )
+    elif device.link_bytes_per_second is None:
         notes.append(
             f"how fast {device.name} sends to others of its node is not known: strategies are ranked by the bytes that "
             "they exchange, and seconds leave the exchange out"
@@ -64,8 +69,8 @@ def notes_on_devices(plan: Plan, considered: Considered) -> tuple[str, ...]:
         )
     if candidate.offload != "never":
         notes.append(
-            f"seconds leave out what offloading costs: {format_bytes(plan.forecast.host_bytes or 0)} per rank cross "
-            "PCI Express and are stepped by the host"
+            "seconds leave out what offloading costs: gradients and new parameters cross PCI Express, and the host "
+            "steps the optimizer"
         )
     if candidate.sharding.engine == "fsdp2":
         notes.append(

@@ -1,4 +1,4 @@
-"""A strategy for a Trainer of several devices: Lightning's own object, with the plan and the reason behind it."""
+"""A strategy for a Trainer of several devices, or of one GPU that offloads: Lightning's own object, plan and reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choose_strategy(
     Args:
         module: as in :func:`~lightning_memfit.forecasting.make_plan`.
         batch: one collated batch as the loader of one rank gives it.
-        devices: devices of one kind in one node.
+        devices: devices of one kind in one node; for one GPU with ``offload="auto"`` it may be DeepSpeed's.
         effective_batch_size: samples per optimizer step over all of them.
         namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; by default that of the module, else the one that
             is installed.

@@ -16,7 +16,7 @@ from lightning_memfit.plan import BatchSplit, Candidate, Plan
 from lightning_memfit.search.strategies import bucket_elements
 from lightning_memfit.several_devices import host_bytes_of, on_ranks
 from lightning_memfit.strategy_choice import namespace_of, strategy_arguments
-from lightning_memfit.units import GIB, MIB
+from lightning_memfit.units import GIB, MIB, format_bytes
 
 WIDTH, BLOCKS = 2048, 4
 BLOCK_BYTES = 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)  # two linear layers with biases
@@ -170,6 +170,63 @@ def test_a_named_strategy_is_the_only_one() -> None:
     assert next(choice.reason for choice in plan.choices if choice.lever == "strategy").startswith("as given")
 
 
+# One GPU
+
+
+def plan_of_one(budget: int, **settings: Any) -> Plan:
+    given = {"device": "a100-40gb", "probe_operators": False, **settings}
+    return make_plan(
+        network(), batch(), effective_batch_size=16, loss=squared, optimizer=torch.optim.AdamW, budget=budget, **given
+    )
+
+
+def test_one_gpu_moves_the_optimizer_to_the_host_where_that_was_asked_for() -> None:
+    plan = plan_of_one(1000 * MIB, offload="auto")
+    assert plan.candidate.offload == "optimizer" and plan.candidate.harm_tier == 2 and plan.split.ranks == 1
+    assert plan.forecast.confirmed and plan.forecast.predicted_peak_bytes <= 1000 * MIB
+    # 16 bytes for each of a quarter as many parameters as bytes, and what passes through in 16 bits: new parameters, a
+    # buffer of the largest, and what the two batches of a step add up.
+    elements, largest = BLOCKS * BLOCK_BYTES // 4, 4 * WIDTH * WIDTH
+    assert plan.forecast.host_bytes == 16 * elements + 2 * (elements + largest + elements)
+    assert not any("each rank sends" in choice.reason for choice in plan.choices)
+    assert any("a Trainer by itself offloads nothing" in note for note in plan.notes)
+    assert not any("sends" in note for note in plan.notes)
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_one_gpu_alone_says_that_the_host_would_help_and_by_which_prediction() -> None:
+    with pytest.raises(NoFeasiblePlanError) as error:
+        plan_of_one(1000 * MIB)
+    offloaded = plan_of_one(1000 * MIB, offload="auto").forecast
+    assert offloaded.host_bytes is not None
+    assert (
+        'offload="auto", DeepSpeed with the optimizer on the host: '
+        f"{format_bytes(offloaded.predicted_peak_bytes)} here, and {format_bytes(offloaded.host_bytes)} of the host's "
+        f"memory (predicted: {offloaded.candidate.label})"
+    ) in str(error.value)
+
+
+def test_a_strategy_that_offloads_is_planned_for_one_gpu() -> None:
+    plan = plan_of_one(4 * GIB, strategy="deepspeed_stage_2_offload")
+    assert plan.candidate.offload == "optimizer" and plan.candidate.sharding is not None
+    assert (plan.candidate.sharding.zero_stage, plan.candidate.sharding.ranks) == (2, 1)
+    assert plan.request.offload == "auto" and "as given" in next(
+        choice.reason for choice in plan.choices if choice.lever == "offload"
+    )
+
+
+def test_a_host_cannot_offload_to_itself_and_the_plan_says_so() -> None:
+    plan = plan_of_one(4 * GIB, offload="auto", device="cpu", precision="32-true")
+    assert plan.candidate.offload == "never"
+    assert any(note.startswith("not considered: offload to the host: the device is the host") for note in plan.notes)
+
+
+def test_stage_3_over_one_rank_holds_one_bucket_and_no_buffer_of_the_largest_gradient() -> None:
+    second, third = (needs(zero(stage, ranks=1), offload="optimizer", precision="bf16-mixed") for stage in (2, 3))
+    assert third.by_category["parameters"] == second.by_category["parameters"] == BLOCKS * BLOCK_BYTES // 2
+    assert third.by_category["communication"] < second.by_category["communication"]
+
+
 def test_where_no_link_is_known_fewest_exchanged_bytes_win() -> None:
     plans = make_plans(
         network(), batch(), devices=("a10g",), effective_batch_size=32, loss=squared, optimizer=torch.optim.AdamW,
@@ -259,6 +316,19 @@ def test_the_strategy_is_made_with_its_plan_and_reason() -> None:
     )
     assert isinstance(chosen.strategy, DDPStrategy) and chosen.name == "DDPStrategy"
     assert chosen.plan.split.ranks == 4 and "departs least" in chosen.reason
+
+
+def test_the_strategy_of_one_gpu_is_deepspeeds_where_only_that_fits() -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install lightning-memfit[deepspeed]")
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    chosen = choose_strategy(
+        network(), batch(), 1, effective_batch_size=16, loss=squared, optimizer=torch.optim.AdamW, offload="auto",
+        device="a100-40gb", budget=1000 * MIB, probe_operators=False,
+    )  # fmt: skip
+    assert isinstance(chosen.strategy, DeepSpeedStrategy)
+    assert chosen.arguments["stage"] == 2 and chosen.arguments["offload_optimizer"] is True
+    assert chosen.plan.candidate.offload == "optimizer" and "without offload" in chosen.reason
 
 
 def test_the_strategy_comes_from_the_package_of_the_module() -> None:

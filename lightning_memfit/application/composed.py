@@ -141,9 +141,9 @@ def _of_several(config: Any, num_devices: int) -> dict[str, Any]:
     """What ``make_plan`` takes of a config beside the devices: strategy and offloading, where they are named."""
     strategy, offload = (config.get("trainer") or {}).get("strategy"), (config.get("memfit") or {}).get("offload")
     found: dict[str, Any] = {"num_devices": num_devices}
-    if num_devices > 1 and strategy in STRATEGIES:
+    if strategy in STRATEGIES and (num_devices > 1 or strategy.endswith("_offload")):
         found["strategy"] = strategy
-    if num_devices > 1 and offload not in (None, "never"):
+    if offload not in (None, "never"):
         found["offload"] = offload
     return found
 

@@ -131,7 +131,9 @@ def host_bytes(parameters: Sequence[ParameterLayout], states_bytes: int, candida
     """
     if candidate.sharding is None or candidate.offload == "never":
         return None
-    return states_bytes + shares_of(parameters, candidate.sharding, offload=candidate.offload).host_bytes
+    micro_steps = candidate.split.num_slices * candidate.split.accumulate_grad_batches
+    shares = shares_of(parameters, candidate.sharding, offload=candidate.offload, micro_steps=micro_steps)
+    return states_bytes + shares.host_bytes
 
 
 def floor_bytes(parameters: Sequence[ParameterLayout], states_bytes: int, candidate: Candidate) -> int:

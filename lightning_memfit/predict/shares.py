@@ -17,6 +17,8 @@ from lightning_memfit.trace.timeline import ParameterLayout
 
 _MASTER_BYTES = 4
 """ZeRO steps ``float32`` copies of the parameters."""
+_NORM_BYTES = 8
+"""An element of which a norm is taken: ``get_norm_dtype`` in ``zero/utils.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def shares_of(
         return _of_ddp(parameters, sharding, micro_steps)
     if sharding.engine == "fsdp2":
         return _of_fsdp2(parameters, sharding, micro_steps)
-    return _of_zero(parameters, sharding, offload)
+    return _of_zero(parameters, sharding, offload, micro_steps)
 
 
 def _of_ddp(parameters: Sequence[ParameterLayout], sharding: Sharding, micro_steps: int) -> Shares:
@@ -99,12 +101,16 @@ def _of_fsdp2(parameters: Sequence[ParameterLayout], sharding: Sharding, micro_s
     )
 
 
-def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload: Offload) -> Shares:
+def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload: Offload, micro_steps: int) -> Shares:
     """Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; deepspeedai/DeepSpeed ``runtime/zero``, 0.19.
 
     1. Stage 1 divides states and ``float32`` copies, stage 2 gradients too, stage 3 parameters too.
     2. Gradients are reduced in a bucket, and a second one where reducing overlaps the backward; in stage 3 in a copy.
-    3. In stage 3 gathered parameters are kept that are used again within 10^9 elements of parameters.
+    3. In stage 3 gathered parameters are kept that are used again within 10^9 elements of parameters; one rank gathers
+       none.
+    4. On the host lie ``float32`` copies of the parameters and of the gradients, and one in the dtype of the
+       parameters: in stage 3 of gradients that arrive, else of new parameters that leave. In stages 1 and 2 there is a
+       buffer of the largest gradient on either side; stage 2 adds up whole gradients of several slices on the host.
     """
     settings = ZeroSettings.of(sharding)
     stage, ranks = settings.stage, settings.ranks
@@ -114,18 +120,27 @@ def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload:
     bucket = (2 if stage == 3 else settings.buckets) * item * settings.bucket_elements
     masters = -(-trained // ranks) * _MASTER_BYTES
     largest = max(map(elements_of, parameters), default=0)
+    largest_trained = max((elements_of(parameter) for parameter in parameters if parameter.trainable), default=0)
     kept = settings.reuse_elements + largest
-    fetched = item * min(kept, sum(map(elements_of, parameters))) if stage == 3 else 0
+    fetched = item * min(kept, sum(map(elements_of, parameters))) if stage == 3 and ranks > 1 else 0
     off = offload != "never"
+    # On its way to the host the norm of a gradient is taken of a float64 copy of the rank's share of it.
+    norm = -(-largest_trained // ranks) * _NORM_BYTES if off else 0
     at_rest = whole if stage < 3 else -(-whole // ranks)
+    host = 2 * masters + masters // _MASTER_BYTES * item
+    if stage < 3:
+        host += item * largest_trained
+    if stage == 2 and micro_steps > 1:  # one that is cut is whole on both sides
+        host += item * min(trained, -(-trained // ranks) + (largest_trained if ranks > 1 else 0))
     return Shares(
         parameters_bytes=0 if offload == "parameters" else at_rest,
         gradients_bytes=gradients if stage == 1 else 0 if off else -(-gradients // ranks),
         masters_bytes=0 if off else masters,
         step_gradients_bytes=0 if off else masters,
         forward_bytes=fetched,
-        backward_bytes=fetched + bucket + item * largest,
-        host_bytes=(2 * masters if off else 0) + (at_rest if offload == "parameters" else 0),
+        backward_bytes=fetched + bucket + max(item * largest, norm),
+        always_bytes=item * largest_trained if off and stage < 3 else 0,
+        host_bytes=(host if off else 0) + (at_rest if offload == "parameters" else 0),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from lightning_memfit.predict.gradient_arrivals import Arrival
 from lightning_memfit.predict.module_visits import Visit, module_visits
 from lightning_memfit.predict.step_writer import StepWriter
-from lightning_memfit.predict.zero_gathering import GatheredParameters
+from lightning_memfit.predict.zero_gathering import GatheredParameters, NothingToGather
 from lightning_memfit.predict.zero_layout import Collectives, ZeroSettings, bytes_each, elements_of, share_of
 from lightning_memfit.trace.timeline import FlatStep, Timeline
 
@@ -48,8 +48,12 @@ class ShardedParameters:
         self._own_storage: dict[int, int] = {}
         self._steps = [writer.adopt(each.step, on_host=offloads) for each in steps]
         self._write_residents()
-        self._gathered = GatheredParameters(
-            writer, settings, elements=self._elements, element_bytes=self._bytes, gloo=self._gloo
+        self._gathered = (
+            NothingToGather()
+            if settings.ranks == 1
+            else GatheredParameters(
+                writer, settings, elements=self._elements, element_bytes=self._bytes, gloo=self._gloo
+            )
         )
         self._visits = module_visits(timeline)
         self._micro_step = -1

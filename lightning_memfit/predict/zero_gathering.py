@@ -170,3 +170,25 @@ class GatheredParameters:
 
     def _padded(self, index: int) -> int:
         return share_of(self._elements[index], self._settings.ranks) * self._settings.ranks * self._bytes[index]
+
+
+class NothingToGather:
+    """Of one rank alone: a parameter is whole all the time, since the engine makes it a view of its only share.
+
+    Source: ``_no_gather_coalesced`` in ``deepspeed/runtime/zero/partition_parameters.py`` 0.19.8.
+    """
+
+    def begin(self, visits: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Nothing is fetched in any order."""
+
+    def fetch(self, module: str, own: Sequence[int]) -> None:
+        """Nothing is brought from anywhere."""
+
+    def release(self, module: str, own: Iterable[int], *, kept_for_later: bool = True) -> None:
+        """The share stays."""
+
+    def release_all(self) -> None:
+        """The shares stay."""
+
+    def gather_persistent(self) -> None:
+        """Small parameters are views too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, PlanRequest
+from lightning_memfit.search.reasons import strategy_words
 from lightning_memfit.units import MIB, format_bytes
 
 # Needed whatever the batch: neither slicing nor checkpointing makes these smaller.
@@ -24,6 +25,7 @@ def no_fit_message(
     slicing_reason: str | None = None,
     states_reason: str | None = None,
     checkpointing_reason: str | None = None,
+    withheld: Forecast | None = None,
 ) -> str:
     """Say that nothing fits: the budget, by how much the smallest plan misses it, what was tried, what would help.
 
@@ -36,6 +38,7 @@ def no_fit_message(
         slicing_reason: why the batch may not be sliced further, in words that end with a way out if there is one.
         states_reason: why the optimizer's states may not be quantised; ``None`` if they may.
         checkpointing_reason: why nothing may be recomputed, if a warm-up showed that it may not.
+        withheld: what would fit with the optimizer on the host, where nobody asked for that; ``None`` if nothing would.
 
     Returns:
         Plain text of several lines, without markup.
@@ -57,6 +60,7 @@ def no_fit_message(
         *_ruled_out_lines(passed_over),
         *((f"{checkpointing_reason[:1].upper()}{checkpointing_reason[1:]}.",) if checkpointing_reason else ()),
         "What would help:",
+        *(f"  - {line}" for line in _offloaded(withheld)),
         *(f"  - {line}" for line in _ways_out(budget, best, peak, request, slicing_reason, states_reason)),
     ]
     return "\n".join(lines)
@@ -89,6 +93,8 @@ def _floor_bytes(best: Forecast) -> int:
 
 
 def _tried_lines(tried: _Tried, request: PlanRequest) -> Iterator[str]:
+    if len({strategy_words(candidate) for candidate, _ in tried}) > 1:
+        yield _lever_line("strategy", tried, strategy_words, False)
     pinned_size = request.micro_batch_size is not None
     yield _lever_line("micro_batch_size", tried, lambda candidate: candidate.split.micro_batch_size, pinned_size)
     pinned_checkpointing = request.activation_checkpointing != "auto"
@@ -169,6 +175,16 @@ def _ways_out(
     if states:
         yield _smaller_states(states, best, request, states_reason)
     yield from _smaller_model(budget, best)
+
+
+def _offloaded(withheld: Forecast | None) -> Iterator[str]:
+    if withheld is None:
+        return
+    held = "" if withheld.host_bytes is None else f", and {format_bytes(withheld.host_bytes)} of the host's memory"
+    yield (
+        f'offload="auto", DeepSpeed with the optimizer on the host: {format_bytes(withheld.predicted_peak_bytes)} here'
+        f"{held} (predicted: {withheld.candidate.label})"
+    )
 
 
 def _smaller_states(states: int, best: Forecast, request: PlanRequest, states_reason: str | None) -> str:

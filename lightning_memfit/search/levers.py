@@ -155,9 +155,17 @@ class SearchSpace:
         )
 
     def is_of_another_engine(self, candidate: Candidate) -> bool:
-        """Whether another engine spreads a candidate over devices than the one that departs least from a plain run."""
-        least = self.strategies.spreads[0].sharding
-        return least is not None and candidate.sharding is not None and candidate.sharding.engine != least.engine
+        """Whether another engine spreads a candidate over devices than the one that departs least from a plain run.
+
+        On one device: whether it is another than the first stage of ZeRO. The third has hooks around every module.
+        """
+        spread = (each.sharding for each in self.strategies.spreads if each.sharding is not None)
+        least = next(spread, None)
+        if least is None or candidate.sharding is None:
+            return False
+        if least.ranks == 1:
+            return candidate.sharding.zero_stage != least.zero_stage
+        return candidate.sharding.engine != least.engine
 
     def departures(self, candidate: Candidate) -> int:
         """How many levers a candidate sets otherwise than the least that the space allows."""
@@ -250,8 +258,11 @@ def search_space(
 def _implementations(
     offered: tuple[OptimizerImplementation, ...], strategies: Considered
 ) -> tuple[OptimizerImplementation, ...]:
-    """Of several strategies, each would be followed with each: ``fused`` takes no more than tensors one by one."""
-    if len(strategies.spreads) > 1 and "fused" in offered:
+    """Of several strategies, each would be followed with each: ``fused`` takes no more than tensors one by one.
+
+    Those that step on the host have an optimizer of their own.
+    """
+    if sum(spread.offload == "never" for spread in strategies.spreads) > 1 and "fused" in offered:
         offered = tuple(each for each in offered if each != "single-tensor")
     return ("as-configured", *offered)
 

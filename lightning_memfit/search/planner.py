@@ -6,7 +6,7 @@ Pure: candidates go in, forecasts come back from the functions it is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.hardware.device import DeviceSpec
@@ -41,6 +41,7 @@ _ENGINE_PAYS = 0.25
 _INTERPOLATED_STEPS = 2
 _ANY_BUDGET = 2**63
 _MOST_RETRIES = 3
+_SECONDS = 3  # their place in a score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ def search_plan(
        memory, so that the number of slices is searched by interpolation between one that fits and one that does not.
     3. What fits is ranked by predicted seconds per optimizer step. A lever counts as faster only where it saves at
        least 2 % (a precision 5 %), so that nothing departs from the run as it is for less. Where seconds are not
-       known, fewest recomputed FLOPs count, then fewest slices, then fewest departures. Of several devices' strategies
+       known, fewest recomputed FLOPs count, then fewest slices, then fewest departures. What keeps the optimizer on the
+       host comes after all that does not. Of several devices' strategies
        none but the plainest (DDP) is looked at where that fits with nothing divided or recomputed, and another engine
        counts as faster from 25 % on; unless seconds include what is exchanged, fewest exchanged bytes count first.
     4. The first of the ranking are forecast by ``evaluate``, if ``estimate`` derived them; one that does not fit
@@ -194,6 +196,16 @@ class _Search:
             return min(fitting, key=self.score)
         return min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes)
 
+    def withheld(self) -> Forecast | None:
+        """What would fit of the ways that nobody asked for, confirmed; ``None`` if nothing of them would."""
+        if not self.space.strategies.withheld:
+            return None
+        considered = replace(self.space.strategies, spreads=self.space.strategies.withheld)
+        space = replace(self.space, strategies=considered)
+        other = _Search(self.budget_bytes, space, self.evaluate, self.estimate, self.floor, self.out_of_time)
+        found = next((found for tier in TIERS if (found := other.finalists(tier, 1))), [])
+        return found[0] if found else None
+
     # Search
 
     def fits(self, forecast: Forecast) -> bool:
@@ -206,14 +218,15 @@ class _Search:
         candidate = forecast.candidate
         departures = self.space.departures(candidate)
         least = (float(departures), float(candidate.split.num_slices))
+        offloads = float(candidate.offload != "never")  # what it costs in time is in no seconds: it never competes
         if forecast.predicted_step_seconds is None:
-            sent = forecast.exchanged_bytes or 0
-            return (1.0, float(forecast.recomputed_flops or 0), float(candidate.split.num_slices), float(sent), *least)
+            sent, slices = float(forecast.exchanged_bytes or 0), float(candidate.split.num_slices)
+            return (offloads, 1.0, float(forecast.recomputed_flops or 0), slices, sent, *least)
         other_precision = candidate.precision != self.space.precisions[0]
         must_pay = departures * _LEVER_PAYS + other_precision * (_PRECISION_PAYS - _LEVER_PAYS)
         must_pay += self.space.is_of_another_engine(candidate) * (_ENGINE_PAYS - _LEVER_PAYS)
         sent = 0 if forecast.seconds_count_exchanges else forecast.exchanged_bytes or 0
-        return (0.0, float(sent), forecast.predicted_step_seconds * (1 + must_pay), *least)
+        return (offloads, 0.0, float(sent), forecast.predicted_step_seconds * (1 + must_pay), *least)
 
     def _fitting(self, tier: int) -> list[Forecast]:
         found: list[Forecast] = []
@@ -317,7 +330,7 @@ class _Search:
     def _is_slower(self, forecast: Forecast, fastest: Forecast) -> bool:
         if forecast.predicted_step_seconds is None or fastest.predicted_step_seconds is None:
             return True
-        return self.score(forecast)[2] > CONTENDER_SHARE * self.score(fastest)[2]
+        return self.score(forecast)[_SECONDS] > CONTENDER_SHARE * self.score(fastest)[_SECONDS]
 
     def _exact(self, estimated: Forecast) -> Forecast:
         if not estimated.confirmed:
@@ -418,13 +431,15 @@ def _nothing_fits(
         slicing_reason=space.slicing_reason,
         checkpointing_reason=space.checkpointing_reason,
         states_reason=space.states_reason,
+        withheld=search.withheld(),
     )
     over = beyond_the_host(best, space.host_budget_bytes)
     if over:
         ranks, given = best.candidate.split.ranks, format_bytes(space.host_budget_bytes or 0)
         kept = format_bytes((best.host_bytes or 0) * ranks)
+        who = f"{ranks} ranks keep" if ranks > 1 else "the optimizer keeps"
         message = (
-            f"No plan fits the host: of the smallest one, {ranks} ranks keep {kept} in its memory, "
+            f"No plan fits the host: of the smallest one, {who} {kept} in its memory, "
             f"{format_bytes(over)} more than the {given} that are given (host_memory).\n{message}"
         )
     return NoFeasiblePlanError(

@@ -41,6 +41,8 @@ def reason_passed_over(
         return f"estimated to fit, but nothing of harm tier {mine.harm_tier} did when it was forecast exactly"
     if mine.harm_tier > taken.harm_tier:
         return f"fits, but is of harm tier {mine.harm_tier} where tier {taken.harm_tier} fits"
+    if mine.offload != "never" and taken.offload == "never":
+        return "fits, but moves the optimizer to the host, which the plan does without"
     seconds, fastest = other.predicted_step_seconds, chosen.predicted_step_seconds
     sends_more = (other.exchanged_bytes or 0) > (chosen.exchanged_bytes or 0)
     if sends_more and not other.seconds_count_exchanges:
@@ -116,13 +118,13 @@ def _strategy_choices(
     candidate = chosen.candidate
     if candidate.sharding is None:
         return
-    if space.strategies.given:
+    if space.strategies.given or _offload_is_asked_for(space):
         reason = "as given"
     elif (candidate.sharding, candidate.offload) == (space.strategies.spreads[0].sharding, "never"):
         reason = "departs least from a run on one device, and fits"
     else:
         reason = _why_not_less(budget, space, chosen, others, ruled_out)
-    if chosen.exchanged_bytes is not None:
+    if chosen.exchanged_bytes:
         reason += f"; each rank sends {format_bytes(chosen.exchanged_bytes)} per step"
     yield Choice(lever="strategy", value=strategy_words(candidate), reason=reason)
     if candidate.offload != "never":
@@ -130,21 +132,23 @@ def _strategy_choices(
         held = (chosen.host_bytes or 0) * ranks
         available = space.host_budget_bytes
         known = "how much the host has is not known" if available is None else f"of {format_bytes(available)} there"
-        keep = "1 rank keeps" if ranks == 1 else f"{ranks} ranks keep"
+        alone = "as given" if _offload_is_asked_for(space) else (
+            f"nothing fits on the {'GPUs' if ranks > 1 else 'GPU'} alone"
+        )  # fmt: skip
+        who = f"{ranks} ranks keep" if ranks > 1 else "the optimizer keeps"
         yield Choice(
             lever="offload",
             value=candidate.offload,
-            reason=(f"tier 2: {_why_offloaded(space)}; {keep} {format_bytes(held)} in the host's memory, {known}"),
+            reason=f"tier 2: {alone}; {who} {format_bytes(held)} in the host's memory, {known}",
         )
     if candidate.sharding.zero_stage is not None and space.strategies.bucket_reason is not None:
         value = f"{candidate.sharding.reduce_bucket_elements:,} elements"
         yield Choice(lever="buckets", value=value, reason=space.strategies.bucket_reason)
 
 
-def _why_offloaded(space: SearchSpace) -> str:
-    if all(spread.offload != "never" for spread in space.strategies.spreads):
-        return "as given"
-    return "nothing fits on the device alone" if space.whole.ranks == 1 else "nothing fits on the GPUs alone"
+def _offload_is_asked_for(space: SearchSpace) -> bool:
+    """Whether nothing is searched that keeps the optimizer on the device."""
+    return all(spread.offload != "never" for spread in space.strategies.spreads)
 
 
 def _why_not_less(
@@ -157,18 +161,21 @@ def _why_not_less(
     """Against the least departure: what it would need, or how long it would take."""
     least = space.strategies.spreads[0]
     plain = [other for other in others if Spread.of(other.candidate) == least]
-    if not plain or least.sharding is None:
+    if not plain:
         return next((each.reason.removeprefix("does not fit: ") for each in ruled_out), "fits")
     fitting = [other for other in plain if other.predicted_peak_bytes <= budget.budget_bytes]
     if not fitting:
         smallest = min(other.predicted_peak_bytes for other in plain)
-        return f"{least.sharding.label} needs {format_bytes(smallest)} at the least"
+        name = "one device without offload" if least.sharding is None else least.sharding.label
+        return f"{name} needs {format_bytes(smallest)} at the least"
     best = min(fitting, key=lambda other: other.predicted_step_seconds or 0.0)
+    if best.candidate.harm_tier < chosen.candidate.harm_tier:
+        return f"{strategy_words(best.candidate)} was estimated to fit, and did not when it was forecast exactly"
     if best.predicted_step_seconds is None or chosen.predicted_step_seconds is None:
         return "recomputes or divides less than DDP"
     return (
-        f"faster: {format_seconds(chosen.predicted_step_seconds)} per step predicted, {least.sharding.label} "
-        f"{format_seconds(best.predicted_step_seconds)}"
+        f"faster: {format_seconds(chosen.predicted_step_seconds)} per step predicted, "
+        f"{strategy_words(best.candidate)} {format_seconds(best.predicted_step_seconds)}"
     )
 
 
@@ -333,8 +340,8 @@ def _implementation_choice(
     value = chosen.candidate.optimizer_implementation
     if chosen.candidate.optimizer_states != "as-configured":
         reason = "quantised states have one implementation"
-    elif chosen.candidate.offload != "never" and space.host_implementation_reason is not None:
-        reason = space.host_implementation_reason
+    elif chosen.candidate.offload != "never":
+        reason = space.host_implementation_reason or "the host steps, with an optimizer of DeepSpeed's"
     elif request.optimizer_implementation != "auto":
         reason = "as given"
     elif len(space.optimizer_implementations) == 1:

@@ -1,4 +1,4 @@
-"""Which ways to spread training over several devices of one kind are considered, and why others are not."""
+"""Which ways to spread training over devices of one kind are considered, and why others are not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ STRATEGIES = (
 )  # fmt: skip
 """Names of strategies, as Lightning's registry has them, and ``"fsdp2"`` for its ``ModelParallelStrategy``."""
 _ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+_OF_ONE_DEVICE = ("deepspeed_stage_2_offload", "deepspeed_stage_3_offload")
+_ON_CUDA_ALONE = "Lightning's DeepSpeedStrategy runs on CUDA GPUs alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,8 @@ class Considered:
     """Why DeepSpeed's buckets are as large as they are."""
     left_out: tuple[str, ...] = ()
     """Ways that are not considered, each with its reason."""
+    withheld: tuple[Spread, ...] = ()
+    """Ways that nobody asked for and that cost more than those that are searched: an error says which of them fits."""
     given: bool = False
     """Whether the user named the strategy."""
 
@@ -82,7 +86,8 @@ def considered_strategies(
     """The ways to spread training over equal devices.
 
     DDP departs least: every rank is as on one device. The others divide more and more; what lies on the host is of
-    tier 2.
+    tier 2. On one GPU there is that alone beside the plain run: ZeRO-2 and 3 over one rank, the optimizer on the
+    host. There is nothing to divide then; stage 3 does without one of two buckets and a copy of the largest gradient.
 
     Args:
         request: what the user asked for.
@@ -96,21 +101,22 @@ def considered_strategies(
     Raises:
         ConfigurationError: if the number of devices, the strategy or what is offloaded cannot be had.
     """
-    _check(num_devices, strategy, request, device_kind)
-    if num_devices == 1:
-        return ONE_DEVICE
+    _check(num_devices, strategy, request)
+    _check_deepspeed(num_devices, strategy, request, device_kind, zero_obstacle)
     bucket, bucket_reason = bucket_elements(parameter_elements)
+    if num_devices == 1:
+        return _on_one_device(request, device_kind, strategy, (bucket, bucket_reason), zero_obstacle)
     left_out = []
     spreads = [*_ddp(num_devices)]
     if zero_obstacle is not None:
-        if strategy.startswith("deepspeed"):
-            raise ConfigurationError(f"strategy={strategy!r} cannot be had: {zero_obstacle}")
         left_out.append(f"DeepSpeed: {zero_obstacle}")
     elif device_kind == "cuda":
         spreads += _zero(num_devices, bucket, request)
     else:
-        left_out.append("DeepSpeed: Lightning's DeepSpeedStrategy runs on CUDA GPUs alone")
+        left_out.append(f"DeepSpeed: {_ON_CUDA_ALONE}")
     spreads += _fsdp2(num_devices, blocks)
+    if request.offload == "optimizer":
+        spreads = [spread for spread in spreads if spread.offload != "never"]
     if strategy != "auto":
         spreads = [spread for spread in spreads if spread.name == strategy]
     elif request.offload == "never":
@@ -124,6 +130,31 @@ def considered_strategies(
         left_out=tuple(left_out),
         given=strategy != "auto",
     )
+
+
+def _on_one_device(
+    request: PlanRequest,
+    device_kind: str,
+    strategy: str,
+    buckets: tuple[int, str],
+    zero_obstacle: str | None,
+) -> Considered:
+    """The plain run, and DeepSpeed with its optimizer on the host: behind it, instead of it, or withheld."""
+    bucket, bucket_reason = buckets
+    offloaded = tuple(Spread(sharding=_staged(stage, 1, bucket), offload="optimizer") for stage in (2, 3))
+    if _asks_for_deepspeed(strategy, request):
+        spreads = [spread for spread in offloaded if strategy in ("auto", spread.name)]
+        if request.optimizer_states == "8bit":
+            spreads = _with_quantised_states(spreads, strategy)
+        return Considered(spreads=tuple(spreads), bucket_reason=bucket_reason, given=strategy != "auto")
+    obstacle = f"the device is the host, and {_ON_CUDA_ALONE}" if device_kind != "cuda" else zero_obstacle
+    if obstacle is None and request.optimizer_states == "8bit":
+        obstacle = offloaded[0].obstacle("8bit")
+    if request.offload == "never":
+        return ONE_DEVICE if obstacle else replace(ONE_DEVICE, bucket_reason=bucket_reason, withheld=offloaded)
+    if obstacle is not None:
+        return replace(ONE_DEVICE, left_out=(f"offload to the host: {obstacle}",))
+    return Considered(spreads=(*ONE_DEVICE.spreads, *offloaded), bucket_reason=bucket_reason)
 
 
 def ways_of_a_run(
@@ -170,9 +201,12 @@ def ways_of_a_run(
 def _with_quantised_states(spreads: Sequence[Spread], strategy: str) -> list[Spread]:
     possible = [spread for spread in spreads if spread.obstacle("8bit") is None]
     if not possible:
+        asked = f"strategy={strategy!r}" if strategy != "auto" else "offload='optimizer'"
+        ranks = max((spread.sharding.ranks for spread in spreads if spread.sharding is not None), default=1)
+        other = "strategy='ddp'" if ranks > 1 else "offload='never'"
         raise ConfigurationError(
-            f"optimizer_states='8bit' cannot be had with strategy={strategy!r}: {spreads[0].obstacle('8bit')}. Choose "
-            "strategy='ddp', or optimizer_states='as-configured'."
+            f"optimizer_states='8bit' cannot be had with {asked}: {spreads[0].obstacle('8bit')}. Choose "
+            f"{other}, or optimizer_states='as-configured'."
         )
     return possible
 
@@ -207,7 +241,7 @@ def check_num_devices(num_devices: object) -> None:
         raise ConfigurationError(f"num_devices={num_devices!r} must be a whole number of at least 1.")
 
 
-def _check(num_devices: int, strategy: str, request: PlanRequest, device_kind: str) -> None:
+def _check(num_devices: int, strategy: str, request: PlanRequest) -> None:
     check_num_devices(num_devices)
     known = ", ".join(map(repr, ("auto", *STRATEGIES)))
     if strategy not in ("auto", *STRATEGIES):
@@ -217,18 +251,36 @@ def _check(num_devices: int, strategy: str, request: PlanRequest, device_kind: s
             "offload='parameters' is not forecast. Choose 'auto' or 'optimizer', which keep the optimizer on the host, "
             "or 'never'."
         )
-    if num_devices == 1 and (strategy != "auto" or request.offload not in ("never", "auto")):
-        asked = f"strategy={strategy!r}" if strategy != "auto" else f"offload={request.offload!r}"
+    if num_devices == 1 and strategy not in ("auto", *_OF_ONE_DEVICE):
         raise ConfigurationError(
-            f"{asked} is planned for several devices, and num_devices=1. Give num_devices=2 or more, or leave it out."
-        )
-    if strategy.startswith("deepspeed") and device_kind != "cuda":
-        raise ConfigurationError(
-            f"strategy={strategy!r} cannot be had on a CPU: Lightning's DeepSpeedStrategy runs on CUDA GPUs alone. "
-            "Choose 'ddp' or 'fsdp2', or plan for a GPU."
+            f"strategy={strategy!r} is planned for several devices, and num_devices=1. Give num_devices=2 or more, or "
+            f"leave it out; for one there are {' and '.join(map(repr, _OF_ONE_DEVICE))}."
         )
     if strategy.endswith("_offload") and request.offload == "never":
         raise ConfigurationError(f"strategy={strategy!r} offloads, and offload='never' forbids it. Leave one out.")
+    if request.offload == "optimizer" and strategy != "auto" and not strategy.endswith("_offload"):
+        raise ConfigurationError(
+            f"strategy={strategy!r} keeps everything on the devices, and offload='optimizer' asks for the host. Leave "
+            "one out."
+        )
+
+
+def _asks_for_deepspeed(strategy: str, request: PlanRequest) -> bool:
+    return strategy.startswith("deepspeed") or request.offload == "optimizer"
+
+
+def _check_deepspeed(
+    num_devices: int, strategy: str, request: PlanRequest, device_kind: str, zero_obstacle: str | None
+) -> None:
+    if not _asks_for_deepspeed(strategy, request):
+        return
+    asked = f"strategy={strategy!r}" if strategy != "auto" else f"offload={request.offload!r}"
+    if device_kind != "cuda":
+        host = ", and the host is the device" if asked.endswith(("_offload'", "'optimizer'")) else ""
+        other = "Choose 'ddp' or 'fsdp2'" if num_devices > 1 and strategy != "auto" else "Leave it out"
+        raise ConfigurationError(f"{asked} cannot be had on a CPU: {_ON_CUDA_ALONE}{host}. {other}, or plan for a GPU.")
+    if zero_obstacle is not None:
+        raise ConfigurationError(f"{asked} cannot be had: {zero_obstacle}")
 
 
 def _ddp(ranks: int) -> list[Spread]:
@@ -237,14 +289,15 @@ def _ddp(ranks: int) -> list[Spread]:
 
 
 def _zero(ranks: int, bucket: int, request: PlanRequest) -> list[Spread]:
-    staged = [
-        replace(lightning_sharding(stage, ranks), reduce_bucket_elements=bucket, allgather_bucket_elements=bucket)
-        for stage in _ZERO_STAGES
-    ]
-    spreads = [] if request.offload == "optimizer" else [Spread(sharding=each) for each in staged]
+    staged = [_staged(stage, ranks, bucket) for stage in _ZERO_STAGES]
+    spreads = [Spread(sharding=each) for each in staged]
     if request.offload in ("auto", "optimizer"):
         spreads += [Spread(sharding=each, offload="optimizer") for each in staged[1:]]
     return spreads
+
+
+def _staged(stage: ZeroStage, ranks: int, bucket: int) -> Sharding:
+    return replace(lightning_sharding(stage, ranks), reduce_bucket_elements=bucket, allgather_bucket_elements=bucket)
 
 
 def _fsdp2(ranks: int, blocks: Sequence[str]) -> list[Spread]:

@@ -16,7 +16,10 @@ from tests.docs.commands import run
 from tests.docs.pages import blocks_of, read
 from tests.docs.running import PageRun, _compare, commands_and_outputs
 
-COMMAND = "memfit plan hardware=a100-80gb devices=8 model=llama_70b"
+COMMANDS = (
+    "memfit plan hardware=a100-80gb devices=8 model=llama_70b",
+    "memfit plan hardware=rtx-4090 model=llama2_7b memfit.offload=auto",
+)
 SMALL = (
     "memfit", "plan", "hardware=a100-40gb", "model=llama2_7b", "model.sizes.num_hidden_layers=2",
     "model.sizes.hidden_size=512", "model.sizes.intermediate_size=1024", "model.sizes.num_attention_heads=8",
@@ -55,6 +58,21 @@ def test_options_name_the_strategy_and_the_host(tmp_path: Path) -> None:
     assert "does not fit: No plan fits the host: of the smallest one, 2 ranks keep" in ran.out
 
 
+def test_one_gpu_offloads_where_the_config_says_so(tmp_path: Path) -> None:
+    tight = ("memfit.precision=bf16-mixed", "--budget", "450MiB")
+    asked = planned(tmp_path, "memfit.offload=auto", *tight)
+    assert asked.code == FITS, asked.err
+    assert "ZeRO-2 over 1, optimizer on the host" in asked.out and "one device" in asked.out
+    assert "left out of this forecast" not in asked.out
+    alone = planned(tmp_path, "memfit.offload=never", *tight)
+    assert alone.code == DOES_NOT_FIT, alone.err
+    assert 'offload="auto", DeepSpeed with the optimizer on the host: ' in alone.out
+    named = planned(tmp_path, "+trainer.strategy=deepspeed_stage_2_offload", *tight, "--json")
+    assert named.code == FITS, named.err
+    (found,) = json.loads(named.out)["devices"]
+    assert found["plan"]["forecast"]["candidate"]["offload"] == "optimizer"
+
+
 def test_an_effective_batch_that_devices_cannot_share_is_refused(tmp_path: Path) -> None:
     ran = planned(tmp_path, "devices=3", "memfit.effective_batch_size=64")
     assert ran.code == BAD_REQUEST
@@ -69,7 +87,8 @@ def test_the_shapes_are_those_that_their_files_say() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_the_plan_of_70_billion_parameters_prints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_shows_what_the_plan_of_billions_of_parameters_prints(command: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     blocks = blocks_of("docs/forecast-several-devices.md", read("docs/forecast-several-devices.md"))
     shown = {
@@ -79,6 +98,6 @@ def test_the_page_shows_what_the_plan_of_70_billion_parameters_prints(tmp_path: 
         for command, lines in commands_and_outputs(block)
     }
     reader = PageRun(tmp_path, {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "120"})
-    ran = run(COMMAND, tmp_path, reader.environment)
+    ran = run(command, tmp_path, reader.environment)
     reader.close()
-    _compare(COMMAND, shown[COMMAND], {"standard output": ran.out})
+    _compare(command, shown[command], {"standard output": ran.out})

@@ -77,8 +77,11 @@ def test_a_floor_is_what_lies_there_when_the_optimizer_steps() -> None:
     halves = (weight[0]._replace(dtype="bfloat16"),)
     # Parameters whole in 2 bytes, half of the gradients, half of the copies in 4 bytes, and the states.
     assert floor_bytes(halves, 4000, candidate(ZERO)) == 2000 + 1000 + 2000 + 4000
-    assert floor_bytes(halves, 4000, candidate(ZERO, offload="optimizer")) == 2000
-    assert host_bytes(halves, 4000, candidate(ZERO, offload="optimizer")) == 4000 + 2 * 2000
+    # Parameters, and the buffer of the largest gradient.
+    assert floor_bytes(halves, 4000, candidate(ZERO, offload="optimizer")) == 2000 + 2000
+    # Copies of half of parameters and gradients in 4 bytes, of new parameters in 2, a buffer as large as the other, and
+    # whole what two slices add up, since the one parameter is cut.
+    assert host_bytes(halves, 4000, candidate(ZERO, offload="optimizer")) == 4000 + 2 * 2000 + 1000 + 2000 + 2000
     assert floor_bytes(weight, 8000, candidate(None)) == 0 and host_bytes(weight, 8000, candidate(None)) is None
 
 
@@ -95,9 +98,10 @@ def network() -> nn.Module:
         Spread(sharding=Sharding(engine="ddp", ranks=2, gradient_as_bucket_view=True)),
         *(Spread(sharding=replace(ZERO, zero_stage=stage)) for stage in (1, 2, 3)),
         Spread(sharding=ZERO, offload="optimizer"),
+        *(Spread(sharding=replace(ZERO, ranks=1, zero_stage=stage), offload="optimizer") for stage in (2, 3)),
         Spread(sharding=FSDP2),
     ],
-    ids=lambda spread: spread.name,
+    ids=lambda spread: f"{spread.name}_over_{spread.sharding.ranks}",
 )
 @pytest.mark.parametrize("device", ["cpu", "a100-40gb"])
 def test_an_estimate_is_close_to_the_timeline_that_confirms_it(spread: Spread, device: str) -> None:

@@ -43,9 +43,15 @@ def test_zero_divides_what_its_stage_says_and_steps_copies_of_four_bytes() -> No
 def test_what_is_offloaded_lies_on_the_host() -> None:
     optimizer = shares_of(HALVES, zero(3), offload="optimizer")
     assert optimizer.masters_bytes == optimizer.step_gradients_bytes == optimizer.gradients_bytes == 0
-    assert optimizer.host_bytes == 2 * 2400  # copies of parameters and of gradients
+    # Copies of 600 parameters and gradients in 4 bytes, and of gradients that arrive in 2.
+    assert optimizer.host_bytes == 2 * 2400 + 1200
     parameters = shares_of(HALVES, zero(3), offload="parameters")
-    assert parameters.parameters_bytes == 0 and parameters.host_bytes == 2 * 2400 + 1250
+    assert parameters.parameters_bytes == 0 and parameters.host_bytes == 2 * 2400 + 1200 + 1250
+    # In stage 2 a buffer of the largest gradient, 1200 elements, on either side; of several slices gradients that are
+    # added up there, a quarter and one that is cut.
+    one, several = (shares_of(HALVES, zero(2), offload="optimizer", micro_steps=count) for count in (1, 3))
+    assert one.host_bytes == 2 * 2400 + 1200 + 2400 and one.always_bytes == 2400
+    assert several.host_bytes == one.host_bytes + 2 * (600 + 1200)
 
 
 def test_fsdp2_gathers_a_group_at_a_time_and_its_root_for_good() -> None:

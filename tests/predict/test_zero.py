@@ -14,6 +14,7 @@ import pytest
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.predict.memory import predict_memory
+from lightning_memfit.predict.shares import shares_of
 from lightning_memfit.predict.zero import heaviest_rank, zero_timeline
 from lightning_memfit.predict.zero_layout import group_share
 from lightning_memfit.sharding import Sharding
@@ -219,6 +220,26 @@ def test_stage_3_without_looking_ahead_gathers_each_module_when_it_is_reached() 
     at_rest, peak = forecast(3, settings=settings)
     # a whole, 1200, and its activations; at b both whole and both activations
     assert peak.by_phase["forward"] == at_rest + 2200 + 2000
+
+
+@pytest.mark.parametrize("persistence", [0, 100_000])
+def test_stage_3_over_one_rank_gathers_nothing(persistence: int) -> None:
+    alone = sharding(3, ranks=1, persistence_threshold_elements=persistence)
+    result = zero_timeline(timeline(), alone, [flat_step(1100)])
+    # parameters 2200, master weights 4400, states 8800, gradients 2200, the bucket; each parameter is a view of it
+    assert result.resident_bytes == 2200 + 4400 + 8800 + 2200 + 10000 + BATCH
+    memory = predict_memory(result)
+    assert memory.by_phase["forward"] == result.resident_bytes + 2000  # activations
+    # b's operator: activations, its gradient and what goes on to a
+    assert memory.by_phase["backward"] == result.resident_bytes + 2000 + 1000 + 300
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_what_a_rank_is_said_to_keep_on_the_host_is_what_its_step_has_there(stage: Any, ranks: int) -> None:
+    alone, elements = sharding(stage, ranks=ranks), 1100 // ranks
+    kept = zero_timeline(timeline(), alone, [flat_step(elements)], offload="optimizer", memory="host").resident_bytes
+    shares = shares_of(PARAMETERS, alone, offload="optimizer")
+    assert shares.host_bytes + STATES * elements * 4 == kept
 
 
 def test_two_groups_are_two_flat_tensors() -> None:

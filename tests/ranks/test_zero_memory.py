@@ -1,4 +1,4 @@
-"""What two real ranks allocate under DeepSpeed is what was predicted of one device's step."""
+"""What real ranks, two or one alone, allocate under DeepSpeed is what was predicted of one device's step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ CASES = (
     ZeroCase(model="odd", stage=2, bucket=100_000, slices=2, offloads=True),
     ZeroCase(model="mlp", stage=3, bucket=300_000, reuse=0, persistence=1000, precision="32-true"),
 )
+ONE_RANK = (
+    ZeroCase(model="odd", stage=1, bucket=100_000, slices=2, ranks=1),
+    ZeroCase(model="odd", stage=2, bucket=100_000, slices=2, overlaps=True, offloads=True, ranks=1),
+    ZeroCase(model="odd", stage=3, bucket=100_000, ranks=1),
+    ZeroCase(model="odd", stage=3, bucket=100_000, optimizer="sgd", offloads=True, ranks=1),
+)
 
 
 def check(cases: tuple[ZeroCase, ...]) -> None:
     results = compare(cases)
-    assert len(results) == 2 * len(cases)
+    assert len(results) == sum(case.ranks for case in cases)
     for each in results:
         assert each.error == pytest.approx(0, abs=0.005), each
         assert each.at_rest_error == pytest.approx(0, abs=0.0005), each
@@ -31,6 +37,10 @@ def check(cases: tuple[ZeroCase, ...]) -> None:
 
 def test_a_ranks_peak_is_predicted_in_every_stage() -> None:
     check(CASES)
+
+
+def test_the_peak_of_one_rank_alone_is_predicted_with_and_without_offload() -> None:
+    check(ONE_RANK)
 
 
 @pytest.mark.slow

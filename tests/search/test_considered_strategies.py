@@ -1,0 +1,217 @@
+"""Which ways to spread training are considered, on one device and on several; and what the search makes of offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
+from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, Plan, PlanRequest
+from lightning_memfit.search.levers import search_space
+from lightning_memfit.search.planner import search_plan
+from lightning_memfit.search.strategies import ONE_DEVICE, Considered, considered_strategies
+
+SIZES = (1000, 16)
+OBSTACLE = "two optimizers step in turn"
+DEVICE = DeviceSpec(name="a GPU", kind="cuda", capacity_bytes=2**40, available_bytes=2**40, process_bytes=0)
+
+
+def considered(offload: Any = "auto", *, devices: int = 1, kind: str = "cuda", **more: Any) -> Considered:
+    states = more.pop("states", "auto")
+    request = PlanRequest(offload=offload, optimizer_states=states)
+    return considered_strategies(request, num_devices=devices, device_kind=kind, parameter_elements=SIZES, **more)
+
+
+def names(found: Considered) -> list[str | None]:
+    return [spread.name for spread in found.spreads]
+
+
+OFFLOADED = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"]
+
+
+def test_on_one_gpu_the_host_comes_behind_the_plain_run() -> None:
+    found = considered("auto")
+    assert names(found) == [None, *OFFLOADED] and not found.given and not found.withheld
+    sharding = found.spreads[1].sharding
+    assert sharding is not None and sharding.ranks == 1 and sharding.overlap_communication
+    assert sharding.reduce_bucket_elements == 13_107_200 and "13,107,200 elements" in (found.bucket_reason or "")
+
+
+def test_on_one_gpu_the_host_is_withheld_from_who_did_not_ask() -> None:
+    found = considered("never")
+    assert found.spreads == ONE_DEVICE.spreads and [spread.name for spread in found.withheld] == OFFLOADED
+    for nothing_to_withhold in (
+        considered("never", kind="cpu"),
+        considered("never", zero_obstacle=OBSTACLE),
+        considered("never", states="8bit"),
+    ):
+        assert nothing_to_withhold is ONE_DEVICE
+
+
+def test_who_asks_for_the_host_gets_nothing_else() -> None:
+    assert names(considered("optimizer")) == OFFLOADED
+    assert names(considered("auto", strategy="deepspeed_stage_2_offload")) == ["deepspeed_stage_2_offload"]
+    assert names(considered("optimizer", devices=2)) == OFFLOADED
+    assert names(considered("auto", strategy="deepspeed_stage_3_offload")) == ["deepspeed_stage_3_offload"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kind": "cpu"}, "offload to the host: the device is the host, and Lightning's DeepSpeedStrategy runs on"),
+        ({"zero_obstacle": OBSTACLE}, f"offload to the host: {OBSTACLE}"),
+        ({"states": "8bit"}, "offload to the host: DeepSpeed makes the optimizer's parameters anew"),
+    ],
+)
+def test_where_it_cannot_be_had_it_is_left_out_with_the_reason(settings: dict[str, Any], reason: str) -> None:
+    found = considered("auto", **settings)
+    assert found.spreads == ONE_DEVICE.spreads
+    (left_out,) = found.left_out
+    assert left_out.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"offload": "optimizer", "kind": "cpu"},
+            r"^offload='optimizer' cannot be had on a CPU: Lightning's DeepSpeedStrategy runs on CUDA GPUs alone, and "
+            r"the host is the device\. Leave it out, or plan for a GPU\.$",
+        ),
+        (
+            {"offload": "auto", "kind": "cpu", "strategy": "deepspeed_stage_2_offload"},
+            r"^strategy='deepspeed_stage_2_offload' cannot be had on a CPU: .* and the host is the device\. Leave it",
+        ),
+        (
+            {"offload": "optimizer", "kind": "cpu", "devices": 2},
+            r"^offload='optimizer' cannot be had on a CPU: .* Leave it out, or plan for a GPU\.$",
+        ),
+        ({"offload": "optimizer", "zero_obstacle": OBSTACLE}, rf"^offload='optimizer' cannot be had: {OBSTACLE}$"),
+        (
+            {"offload": "optimizer", "states": "8bit"},
+            r"^optimizer_states='8bit' cannot be had with offload='optimizer': .* Choose offload='never', or",
+        ),
+        (
+            {"offload": "auto", "strategy": "deepspeed_stage_2"},
+            r"^strategy='deepspeed_stage_2' is planned for several devices, and num_devices=1\. Give num_devices=2 or "
+            r"more, or leave it out; for one there are 'deepspeed_stage_2_offload' and 'deepspeed_stage_3_offload'\.$",
+        ),
+        (
+            {"offload": "optimizer", "strategy": "ddp", "devices": 2},
+            r"^strategy='ddp' keeps everything on the devices, and offload='optimizer' asks for the host\. Leave one",
+        ),
+        ({"offload": "parameters"}, r"^offload='parameters' is not forecast"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_had_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        considered(**settings)
+
+
+def evaluate(candidate: Candidate) -> Forecast:
+    """1000 bytes and 100 for each sample; ZeRO-2 holds 200 with 10 for each, ZeRO-3 150, and they look faster."""
+    samples, offloads = candidate.split.micro_batch_size, candidate.offload != "never"
+    stage = candidate.sharding.zero_stage if candidate.sharding is not None else None
+    fixed, each = {None: (1000, 100), 2: (200, 10), 3: (150, 10)}[stage]
+    seconds = {None: 2.0, 2: 1.0, 3: 0.9}[stage] * (1 + 0.01 * candidate.split.num_slices)
+    peak = fixed + each * samples
+    return Forecast(
+        candidate=candidate,
+        memory=MemoryBreakdown(
+            peak_allocated_bytes=peak, by_category={"activations": peak}, peak_phase="backward", num_parameters=1
+        ),
+        flops=1000,
+        recomputed_flops=0,
+        predicted_step_seconds=seconds,
+        exchanged_bytes=0 if offloads else None,
+        host_bytes=3000 if offloads else None,
+    )
+
+
+def planned(budget: int, offload: Any, *, host: int | None = None, precision: Any = "32-true") -> Plan:
+    request = PlanRequest(offload=offload, precision=precision)
+    whole = BatchSplit(effective_batch_size=16, loader_batch_size=16, slice_sizes=(16,))
+    space = search_space(
+        request,
+        whole,
+        blocks=(),
+        strategies=considered_strategies(request, num_devices=1, device_kind="cuda", parameter_elements=SIZES),
+        host_budget_bytes=host,
+    )
+    formed = Budget(budget_bytes=budget, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
+    return search_plan(request, DEVICE, formed, space, evaluate).plan
+
+
+def reason(plan: Plan, lever: str) -> str:
+    return next(choice.reason for choice in plan.choices if choice.lever == lever)
+
+
+def test_the_host_is_used_where_nothing_fits_without_and_the_plan_says_what_that_needs() -> None:
+    plan = planned(1000, "auto")  # a sample needs 1100
+    assert plan.candidate.offload == "optimizer" and plan.candidate.harm_tier == 2 and plan.split.num_slices == 1
+    assert plan.candidate.sharding is not None and plan.candidate.sharding.zero_stage == 2  # 10 % are not enough
+    assert reason(plan, "strategy") == "one device without offload needs 1.074 KiB at the least"
+    assert reason(plan, "offload") == (
+        "tier 2: nothing fits on the GPU alone; the optimizer keeps 2.930 KiB in the host's memory, how much the host "
+        "has is not known"
+    )
+    assert reason(plan, "optimizer_implementation") == "the host steps, with an optimizer of DeepSpeed's"
+
+
+def test_stage_3_is_taken_where_stage_2_does_not_fit() -> None:
+    plan = planned(200, "auto")
+    assert plan.candidate.sharding is not None and plan.candidate.sharding.zero_stage == 3
+
+
+def test_what_fits_without_the_host_is_the_plan_that_it_was() -> None:
+    asked, plain = planned(1400, "auto"), planned(1400, "never")
+    assert asked.candidate == plain.candidate and asked.choices == plain.choices
+    assert asked.passed_over == plain.passed_over
+
+
+def test_within_one_tier_the_host_is_the_last_resort_however_fast_it_looks() -> None:
+    plan = planned(1400, "auto", precision="bf16-true")  # of tier 2 by itself; 4 slices of 4 samples
+    assert plan.candidate.offload == "never" and plan.split.num_slices == 4
+    reasons = {each.reason for each in plan.passed_over if each.candidate.offload != "never"}
+    assert reasons == {"fits, but moves the optimizer to the host, which the plan does without"}
+
+
+def test_an_error_says_that_offload_would_help_only_where_it_is_predicted_to_fit() -> None:
+    with pytest.raises(NoFeasiblePlanError) as error:
+        planned(1000, "never")
+    assert (
+        '  - offload="auto", DeepSpeed with the optimizer on the host: 360 B here, and 2.930 KiB of the host\'s memory '
+        "(predicted: undivided batch, offload optimizer, ZeRO-2 over 1)"
+    ) in str(error.value)
+    for budget, host in ((100, None), (1000, 2000)):
+        with pytest.raises(NoFeasiblePlanError) as error:
+            planned(budget, "never", host=host)
+        assert "offload" not in str(error.value)
+
+
+def test_a_host_without_room_is_told_from_a_device_without() -> None:
+    with pytest.raises(NoFeasiblePlanError) as error:
+        planned(1000, "auto", host=2000)
+    assert str(error.value).startswith(
+        "No plan fits the host: of the smallest one, the optimizer keeps 2.930 KiB in its memory, 1000 B more than the "
+        "1.953 KiB that are given (host_memory)."
+    )
+    # One sample: 1000 + 100, 200 + 10 and 150 + 10.
+    assert (
+        "strategy: one device (1.074 KiB), ZeRO-2 over 1, optimizer on the host (210 B), ZeRO-3 over 1, optimizer on "
+        "the host (160 B)"
+    ) in str(error.value)
+
+
+def test_one_device_keeps_every_implementation_that_it_would_have_without_offload() -> None:
+    whole = BatchSplit(effective_batch_size=16, loader_batch_size=16, slice_sizes=(16,))
+    offered: Any = ("single-tensor", "fused")
+    spaces = [
+        search_space(
+            PlanRequest(), whole, blocks=(), implementations=offered, strategies=considered(offload)
+        ).optimizer_implementations
+        for offload in ("never", "auto")
+    ]
+    assert spaces[0] == spaces[1] == ("as-configured", "single-tensor", "fused")
