@@ -48,7 +48,7 @@ from lightning_memfit.search.batch_arithmetic import (
 )
 from lightning_memfit.search.checkpointing import is_compiled, recomputable
 from lightning_memfit.search.levers import SearchSpace, search_space
-from lightning_memfit.search.strategies import ways_of_a_run
+from lightning_memfit.search.strategies import Considered, other_strategies, ways_of_a_run
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.units import format_bytes
@@ -102,7 +102,7 @@ class Preparation:
     offload: Offload = "never"
     """What the strategy keeps on the host."""
     host_budget_bytes: int | None = None
-    """Bytes that all ranks may keep in the memory of their hosts; ``None`` where it is the device or not asked for."""
+    """Bytes that all ranks may keep in the memory of their hosts; ``None`` where the host is the device."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
     recomputed: frozenset[str] = frozenset()
@@ -343,14 +343,24 @@ class Preparation:
             states_reason=states_reason,
             states_left=facts.left_as_configured,
             gradients_reason=None if self.module.automatic_optimization else MANUAL_ZEROING,
-            strategies=ways_of_a_run(
-                self.sharding,
-                self.offload,
-                [parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad],
-                asked=_asked_to_offload(self.request),
-            ),
+            strategies=self._ways(found.blocks, facts.zero_obstacle),
             host_budget_bytes=self.host_budget_bytes,
         )
+
+    def _ways(self, blocks: tuple[str, ...], zero_obstacle: str | None) -> Considered:
+        elements = [parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad]
+        asked = _asked_to_offload(self.request)
+        ways = ways_of_a_run(self.sharding, self.offload, elements, asked=asked)
+        others = other_strategies(
+            self.sharding,
+            self.offload if asked == "never" else "optimizer",
+            ranks=self.num_ranks,
+            device_kind=self.device.kind,
+            blocks=blocks,
+            parameter_elements=elements,
+            zero_obstacle=zero_obstacle,
+        )
+        return replace(ways, withheld=others)
 
     def cpu_adam_obstacle(self) -> str | None:
         """Why the optimizer cannot be exchanged for DeepSpeed's on the host, in words; ``None`` if it can."""
@@ -416,7 +426,6 @@ def prepare(
         probe = probe_present(device, cache_dir=cache_dir)
         device, rates = with_probe(device, probe), probed_rates(probe) or rates_of(device)
     kept = callback_bytes(trainer, module)
-    offload = offload_of(trainer.strategy) if is_deepspeed(trainer.strategy) else "never"
     # On a GPU there is one: the others wait on the host.
     resident_batches = _resident_batches(loader, scanned) if device.kind == "cpu" else 1
     return Preparation(
@@ -447,8 +456,8 @@ def prepare(
         ),
         resident_batches=resident_batches,
         sharding=sharding_of(trainer),
-        offload=offload,
-        host_budget_bytes=_host_budget(trainer, request, device, offload),
+        offload=offload_of(trainer.strategy) if is_deepspeed(trainer.strategy) else "never",
+        host_budget_bytes=_host_budget(trainer, device),
         scan_is_complete=scanned.complete,
         notes=(
             *_notes(trainer, loader, loader_plan),
@@ -461,9 +470,9 @@ def prepare(
     )
 
 
-def _host_budget(trainer: Any, request: PlanRequest, device: DeviceSpec, offload: Offload) -> int | None:
+def _host_budget(trainer: Any, device: DeviceSpec) -> int | None:
     """What all ranks may keep in the memory of their hosts, as this one sees its own."""
-    if device.kind == "cpu" or not is_deepspeed(trainer.strategy) or request.offload == offload == "never":
+    if device.kind == "cpu":
         return None
     return host_budget(detect_device("cpu")) * int(trainer.num_nodes)
 

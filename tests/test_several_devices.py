@@ -200,7 +200,7 @@ def test_one_gpu_alone_says_that_the_host_would_help_and_by_which_prediction() -
     offloaded = plan_of_one(1000 * MIB, offload="auto").forecast
     assert offloaded.host_bytes is not None
     assert (
-        'offload="auto", DeepSpeed with the optimizer on the host: '
+        'strategy="deepspeed_stage_2_offload", the optimizer on the host: '
         f"{format_bytes(offloaded.predicted_peak_bytes)} here, and {format_bytes(offloaded.host_bytes)} of the host's "
         f"memory (predicted: {offloaded.candidate.label})"
     ) in str(error.value)

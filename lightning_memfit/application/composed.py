@@ -8,7 +8,7 @@ are needed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ _SETTINGS = (
 _NOT_OF_A_FORECAST = (
     "mode", "on_no_fit", "no_fit_value", "num_profiled_steps", "planning_seconds", "cache_dir", "verbose", "plan",
 )  # fmt: skip
-_MAY_NEED_LESS = ("split_batch", "max_length", "allow_inexact_slicing")
+_MAY_NEED_LESS = ("split_batch", "max_length", "allow_inexact_slicing", "offload")
 # What a Trainer needs that trains nothing: no GPU, no folders, no other plugin.
 _ON_THIS_MACHINE = {
     "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None, "plugins": None,
@@ -107,7 +107,7 @@ def subject_of_config(
                 on_meta=on_meta,
                 settings=settings,
                 notes=(*notes, *made_notes),
-                may_need_less_by=may_need_less_by(config),
+                may_need_less_by=may_need_less_by(config, counted=settings),
                 optimizer_steps=_optimizer_steps(trainer),
                 device=device_of(config),
             )
@@ -218,14 +218,18 @@ def settings_of(config: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     return settings, tuple(notes)
 
 
-def may_need_less_by(config: Any) -> tuple[str, ...]:
+def may_need_less_by(config: Any, *, counted: Container[str] = ()) -> tuple[str, ...]:
     """The settings of the ``memfit`` group that no forecast counts with, and under which training may need less.
+
+    Args:
+        config: a composed config.
+        counted: those that this forecast counts with nevertheless.
 
     Raises:
         ConfigurationError: if MemFit does not know a setting.
     """
     arguments = memfit_arguments(config.get("memfit") or {})
-    return tuple(f"memfit.{name}" for name in _left_out(arguments) if name in _MAY_NEED_LESS)
+    return tuple(f"memfit.{name}" for name in _left_out(arguments) if name in _MAY_NEED_LESS and name not in counted)
 
 
 def _left_out(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, PlanRequest
 from lightning_memfit.search.reasons import strategy_words
+from lightning_memfit.search.strategies import Spread
 from lightning_memfit.units import MIB, format_bytes
 
 # Needed whatever the batch: neither slicing nor checkpointing makes these smaller.
@@ -38,7 +39,7 @@ def no_fit_message(
         slicing_reason: why the batch may not be sliced further, in words that end with a way out if there is one.
         states_reason: why the optimizer's states may not be quantised; ``None`` if they may.
         checkpointing_reason: why nothing may be recomputed, if a warm-up showed that it may not.
-        withheld: what would fit with the optimizer on the host, where nobody asked for that; ``None`` if nothing would.
+        withheld: what would fit with another strategy, where nobody asked for one; ``None`` if nothing would.
 
     Returns:
         Plain text of several lines, without markup.
@@ -60,7 +61,7 @@ def no_fit_message(
         *_ruled_out_lines(passed_over),
         *((f"{checkpointing_reason[:1].upper()}{checkpointing_reason[1:]}.",) if checkpointing_reason else ()),
         "What would help:",
-        *(f"  - {line}" for line in _offloaded(withheld)),
+        *(f"  - {line}" for line in _other_strategy(best, withheld)),
         *(f"  - {line}" for line in _ways_out(budget, best, peak, request, slicing_reason, states_reason)),
     ]
     return "\n".join(lines)
@@ -177,14 +178,23 @@ def _ways_out(
     yield from _smaller_model(budget, best)
 
 
-def _offloaded(withheld: Forecast | None) -> Iterator[str]:
+def _other_strategy(best: Forecast, withheld: Forecast | None) -> Iterator[str]:
     if withheld is None:
         return
-    held = "" if withheld.host_bytes is None else f", and {format_bytes(withheld.host_bytes)} of the host's memory"
-    yield (
-        f'offload="auto", DeepSpeed with the optimizer on the host: {format_bytes(withheld.predicted_peak_bytes)} here'
-        f"{held} (predicted: {withheld.candidate.label})"
-    )
+    candidate, now = withheld.candidate, best.candidate.sharding
+    assert candidate.sharding is not None, "what is withheld is spread by an engine"
+    if candidate.sharding.engine == "fsdp2":
+        what = "FSDP2 (ModelParallelStrategy)"
+    elif now is not None and now.zero_stage == candidate.sharding.zero_stage:
+        what = 'offload="auto"'
+    else:
+        what = f'strategy="{Spread.of(candidate).name}"'
+    ranks = candidate.split.ranks
+    needs = f"{format_bytes(withheld.predicted_peak_bytes)} {'here' if ranks == 1 else 'on each device'}"
+    if withheld.host_bytes is not None:
+        what += ", the optimizer on the host"
+        needs += f", and {format_bytes(withheld.host_bytes * ranks)} of the host's memory"
+    yield f"{what}: {needs} (predicted: {candidate.label})"
 
 
 def _smaller_states(states: int, best: Forecast, request: PlanRequest, states_reason: str | None) -> str:

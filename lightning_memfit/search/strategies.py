@@ -198,6 +198,49 @@ def ways_of_a_run(
     return Considered(spreads=tuple(spreads), bucket_reason=reason, given=True)
 
 
+def other_strategies(
+    sharding: Sharding | None,
+    offload: Offload,
+    *,
+    ranks: int,
+    device_kind: str,
+    blocks: Sequence[str] = (),
+    parameter_elements: Sequence[int] = (),
+    zero_obstacle: str | None = None,
+) -> tuple[Spread, ...]:
+    """The ways in which a run could be spread if its Trainer had another strategy, or its optimizer were on the host.
+
+    None for a run under FSDP2, whose module is sharded already.
+
+    Args:
+        sharding: as the Trainer's strategy spreads it; ``None`` on one device.
+        offload: what that strategy keeps on the host.
+        ranks: devices of the run.
+        device_kind: ``"cpu"`` or ``"cuda"``.
+        blocks: repeated blocks of the module.
+        parameter_elements: elements of each parameter that is trained.
+        zero_obstacle: why the optimizer cannot be divided by ZeRO; ``None`` if it can.
+    """
+    if sharding is not None and sharding.engine == "fsdp2":
+        return ()
+    stage = None if sharding is None else sharding.zero_stage
+    if stage is None:
+        considered = considered_strategies(
+            PlanRequest(offload="auto"),
+            num_devices=ranks,
+            device_kind=device_kind,
+            blocks=blocks,
+            parameter_elements=parameter_elements,
+            zero_obstacle=zero_obstacle,
+        )
+        return tuple(each for each in considered.spreads if each.sharding is not None and each.sharding.engine != "ddp")
+    bucket, _ = bucket_elements(parameter_elements)
+    higher = [_staged(each, ranks, bucket) for each in _ZERO_STAGES if each > stage]
+    here = [] if offload != "never" or ranks == 1 else [Spread(sharding=each) for each in higher]
+    away = [Spread(sharding=each, offload="optimizer") for each in (_staged(stage, ranks, bucket), *higher)]
+    return (*here, *(away if offload == "never" else away[1:]))
+
+
 def _with_quantised_states(spreads: Sequence[Spread], strategy: str) -> list[Spread]:
     possible = [spread for spread in spreads if spread.obstacle("8bit") is None]
     if not possible:

@@ -66,7 +66,7 @@ def test_one_gpu_offloads_where_the_config_says_so(tmp_path: Path) -> None:
     assert "left out of this forecast" not in asked.out
     alone = planned(tmp_path, "memfit.offload=never", *tight)
     assert alone.code == DOES_NOT_FIT, alone.err
-    assert 'offload="auto", DeepSpeed with the optimizer on the host: ' in alone.out
+    assert 'strategy="deepspeed_stage_2_offload", the optimizer on the host: ' in alone.out
     named = planned(tmp_path, "+trainer.strategy=deepspeed_stage_2_offload", *tight, "--json")
     assert named.code == FITS, named.err
     (found,) = json.loads(named.out)["devices"]

@@ -182,8 +182,8 @@ def test_an_error_says_that_offload_would_help_only_where_it_is_predicted_to_fit
     with pytest.raises(NoFeasiblePlanError) as error:
         planned(1000, "never")
     assert (
-        '  - offload="auto", DeepSpeed with the optimizer on the host: 360 B here, and 2.930 KiB of the host\'s memory '
-        "(predicted: undivided batch, offload optimizer, ZeRO-2 over 1)"
+        '  - strategy="deepspeed_stage_2_offload", the optimizer on the host: 360 B here, and 2.930 KiB of the host\'s '
+        "memory (predicted: undivided batch, offload optimizer, ZeRO-2 over 1)"
     ) in str(error.value)
     for budget, host in ((100, None), (1000, 2000)):
         with pytest.raises(NoFeasiblePlanError) as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from lightning_memfit.plan import BatchSplit
 from lightning_memfit.search.levers import CheckpointingOption, SearchSpace
-from lightning_memfit.search.strategies import ONE_DEVICE, Considered, Spread, ways_of_a_run
+from lightning_memfit.search.strategies import ONE_DEVICE, Considered, Spread, other_strategies, ways_of_a_run
 from lightning_memfit.sharding import Sharding
 
 SIZES = (1000, 16)
@@ -61,6 +62,24 @@ def test_zero_offloads_where_it_may_behind_what_it_is_and_where_it_must_in_its_p
 def test_what_cannot_offload_is_spread_as_ever() -> None:
     for sharding in (None, DDP, FSDP2):
         assert ways_of_a_run(sharding, "never", SIZES, asked="auto") == ways_of_a_run(sharding, "never", SIZES)
+
+
+def named(*given: Any, kind: str = "cuda", **settings: Any) -> list[str | None]:
+    return list(dict.fromkeys(each.name for each in other_strategies(*given, device_kind=kind, **settings)))
+
+
+def test_a_run_that_does_not_fit_is_told_of_the_strategies_that_its_trainer_does_not_have() -> None:
+    offloaded = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"]
+    assert named(None, "never", ranks=1) == offloaded
+    assert named(None, "never", ranks=1, kind="cpu") == []
+    assert named(DDP, "never", ranks=2, kind="cpu") == ["fsdp2"]
+    stages = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+    assert named(DDP, "never", ranks=2) == [*stages, *offloaded, "fsdp2"]
+    assert named(DDP, "never", ranks=2, zero_obstacle="it looks at matrices") == ["fsdp2"]
+    assert named(ZERO, "never", ranks=2) == ["deepspeed_stage_3", *offloaded]
+    assert named(ZERO, "optimizer", ranks=2) == ["deepspeed_stage_3_offload"]
+    assert named(replace(ZERO, zero_stage=3), "optimizer", ranks=2) == []
+    assert named(FSDP2, "never", ranks=2) == []
 
 
 def test_an_optimizer_on_the_host_is_stepped_in_one_way_whatever_the_device_offers() -> None:

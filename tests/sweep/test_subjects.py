@@ -37,9 +37,11 @@ def test_a_function_makes_module_and_batch_of_a_jobs_config(tmp_path: Path) -> N
 def test_a_job_is_not_left_out_where_a_setting_that_no_forecast_counts_with_may_make_it_fit(tmp_path: Path) -> None:
     with subject_of_job(job_of(tmp_path), pair, real=False) as subject:
         assert subject.may_need_less_by == ()
-    free = job_of(tmp_path, CONFIG, "+memfit.allow_inexact_slicing=true", "+memfit.max_length=9")
+    free = job_of(
+        tmp_path, CONFIG, "+memfit.allow_inexact_slicing=true", "+memfit.max_length=9", "+memfit.offload=auto"
+    )
     with subject_of_job(free, pair, real=False) as subject:
-        assert subject.may_need_less_by == ("memfit.max_length", "memfit.allow_inexact_slicing")
+        assert subject.may_need_less_by == ("memfit.offload", "memfit.max_length", "memfit.allow_inexact_slicing")
 
 
 def test_the_jobs_cache_folder_is_that_of_its_forecast(tmp_path: Path) -> None:
