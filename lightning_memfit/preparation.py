@@ -25,7 +25,7 @@ from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
-from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
+from lightning_memfit.fingerprint import fingerprint_of, sharding_facts, trainer_facts_of
 from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
 from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import DeviceSpec, shared_by
@@ -35,7 +35,7 @@ from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest, Precision
 from lightning_memfit.predict.budget import form_budget
 from lightning_memfit.probers import Probers
 from lightning_memfit.run_forecaster import RunForecaster, floor_forecast, forecaster_of
@@ -58,6 +58,8 @@ SCAN_LIMITS = ScanLimits()
 """How far the batches of an epoch are looked through for the largest."""
 MANUAL_ZEROING = "manual optimization: training_step itself zeroes gradients"
 """Why gradients are not zeroed early there."""
+SAVED_PRECISION = "that of the checkpoint: DeepSpeed opens its optimizer states in no other"
+"""Why a run that is resumed keeps its precision."""
 WorstBatch = Any
 """The largest batch of a run as the user gives it: a batch, or a function that makes it; ``None`` if not given."""
 
@@ -100,6 +102,8 @@ class Preparation:
     """How the run is spread over several devices; ``None`` on one."""
     offload: Offload = "never"
     """What the strategy keeps on the host."""
+    saved_precision: Precision | None = None
+    """The only one in which the checkpoint that is resumed can go on; ``None`` if any can."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
     recomputed: frozenset[str] = frozenset()
@@ -151,7 +155,7 @@ class Preparation:
             loader_batch_size=self.loader_plan.loader_batch_size,
             accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
             ranks=self.num_ranks,
-            trainer_facts=trainer_facts_of(self.trainer),
+            trainer_facts=trainer_facts_of(self.trainer) | sharding_facts(self.sharding, self.offload),
         )
 
     @property
@@ -332,8 +336,8 @@ class Preparation:
             matched=found.matched,
             recomputed_anyway=found.anyway,
             slicing_reason=slicing_obstacle,
-            precisions=("32-true",) if mixing_obstacle else device_precisions(self.device),
-            precision_reason=mixing_obstacle,
+            precisions=self._precisions(mixing_obstacle),
+            precision_reason=SAVED_PRECISION if self.saved_precision else mixing_obstacle,
             implementations=implementations,
             states_reason=states_reason,
             states_left=facts.left_as_configured,
@@ -344,6 +348,11 @@ class Preparation:
                 [parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad],
             ),
         )
+
+    def _precisions(self, mixing_obstacle: str | None) -> tuple[Precision, ...]:
+        if self.saved_precision is not None:
+            return (self.saved_precision,)
+        return ("32-true",) if mixing_obstacle else device_precisions(self.device)
 
     def _optimizer_facts(self) -> OptimizerFacts:
         try:
