@@ -282,8 +282,7 @@ def _other_strategy(layout: CheckpointLayout, run: ResumingRun) -> str:
     return (
         _hint_of_a_parent(layout)
         or "Resume under the strategy that saved it: one device, DDPStrategy or ModelParallelStrategy. Weights alone "
-        "go on everywhere: load_from_checkpoint reads them from the file; so does DeepSpeedStrategy(stage=3, "
-        "load_full_weights=True), with epoch and step, and without optimizer states."
+        "go on everywhere: load_from_checkpoint reads them from the file; leave ckpt_path= out then."
     )
 
 

@@ -168,8 +168,7 @@ _WEIGHTS_OF_ZERO = (
             FILE,
             ZERO_2_RUN,
             "Resume under the strategy that saved it: one device, DDPStrategy or ModelParallelStrategy. Weights alone "
-            "go on everywhere: load_from_checkpoint reads them from the file; so does DeepSpeedStrategy(stage=3, "
-            "load_full_weights=True), with epoch and step, and without optimizer states.",
+            "go on everywhere: load_from_checkpoint reads them from the file; leave ckpt_path= out then.",
         ),
         (
             ZERO_3,

@@ -109,6 +109,7 @@ def test_under_deepspeed_a_run_keeps_the_precision_of_its_checkpoint_where_the_u
 
 @pytest.mark.parametrize("name", [*REFUSED_ON_TWO, *REFUSED_ON_ONE])
 def test_what_cannot_go_on_is_refused_alike_on_every_rank(ran: dict[str, Any], name: str) -> None:
+    """Other numbers of devices: reported in Lightning-AI/pytorch-lightning#19585, deepspeedai/DeepSpeed#3810."""
     messages = ran["refused"][name]
     move = (REFUSED_ON_TWO | REFUSED_ON_ONE)[name]
     assert len(set(messages)) == 1
