@@ -41,7 +41,7 @@ class PlanFileError(ConfigurationError):
 
 
 class CheckpointFormatError(ConfigurationError):
-    """Saved optimizer states cannot go on in the optimizer of this run; nothing was changed."""
+    """A checkpoint cannot go on in this run, for its layout or the format of its states; nothing was changed."""
 
 
 class StalePlanError(ConfigurationError):

@@ -24,7 +24,8 @@ from lightning_memfit._version import __version__
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import StalePlanError
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import Plan, PlanRequest
+from lightning_memfit.plan import Offload, Plan, PlanRequest
+from lightning_memfit.sharding import Sharding
 
 MODEL_PARTS = ("model", "parameters", "trainable parameters", "buffers")
 MUST_EQUAL = (
@@ -130,6 +131,19 @@ def trainer_facts_of(trainer: Any) -> dict[str, str]:
         "gradient clipping": f"by {getattr(algorithm, 'value', algorithm) or 'norm'}" if clips else "off",
         "strategy": type(trainer.strategy).__qualname__,
     }
+
+
+def sharding_facts(sharding: Sharding | None, offload: Offload) -> dict[str, str]:
+    """What spreading a run over devices adds to the fingerprint; nothing on one device.
+
+    Args:
+        sharding: as the user set the strategy up.
+        offload: likewise.
+    """
+    if sharding is None:
+        return {}
+    settings = _digest([json.dumps(dataclasses.asdict(sharding), sort_keys=True)])
+    return {"sharding": f"{sharding.label}, offload {offload} [{settings}]"}
 
 
 def fingerprint_key(fingerprint: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
+from lightning_memfit.apply.checkpoint_layouts import checkpoint_to_restore
 from lightning_memfit.apply.cpu_adam import CpuAdam, find_cpu_adam
 from lightning_memfit.apply.deepspeed_config import is_deepspeed, write_config
 from lightning_memfit.apply.deepspeed_engine import let_lightning_accumulate
@@ -101,12 +102,18 @@ class FitSession:
         Args:
             announce: is told of every candidate before its forecast.
             given: a plan made before; the search is skipped.
-            resumed: the checkpoint that is resumed; a plan in it that is made for this run is used again.
+            resumed: the checkpoint that is resumed, where it is loaded already; a plan in it that is made for this
+                run is used again. Of one that is loaded later the plan is read from its files.
 
         Raises:
             NoFeasiblePlanError: if nothing fits.
-            ConfigurationError: if the request cannot be met exactly, or the given plan is for something else.
+            ConfigurationError: if the request cannot be met exactly, the given plan is for something else, or the
+                checkpoint is none that this run can go on from.
         """
+        precision = self._request.precision or (given.candidate.precision if given is not None else None)
+        to_restore = self._ranks.led(
+            lambda: checkpoint_to_restore(self.trainer, precision), doing="looking at the checkpoint"
+        )
         seconds = self._request.planning_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
         if self._ranks.is_leader and self.trainer.strategy.root_device.type == "cpu":
@@ -115,11 +122,11 @@ class FitSession:
         with random_state_kept(), ExitStack() as ending:
             ending.callback(self._probers.leave_gpu)  # before the module is moved there
             looked = self._ranks.each(self._look, doing="looking at batches and device", tell=Preparation.facts)
-            self._prepared = looked.own
+            self._prepared = replace(looked.own, saved_precision=to_restore.precision)
             if self._ranks.count > 1:
-                self._prepared = looked.own.agreed(looked.all, self._ranks.from_rank)
+                self._prepared = self._prepared.agreed(looked.all, self._ranks.from_rank)
             self.plan = self._ranks.led(
-                lambda: self._plan_for_all(deadline, announce, given, resumed),
+                lambda: self._plan_for_all(deadline, announce, given, resumed or to_restore.carried),
                 doing="planning for all ranks",
                 together={_COMPARE: self._compare_slices, _CPU_ADAM: self._cpu_adam_of_all},
             )

@@ -25,7 +25,7 @@ from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
-from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
+from lightning_memfit.fingerprint import fingerprint_of, sharding_facts, trainer_facts_of
 from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
 from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import DeviceSpec, shared_by
@@ -35,7 +35,7 @@ from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest, Precision
 from lightning_memfit.preconditions import notes_on_offload
 from lightning_memfit.predict.budget import form_budget, host_budget
 from lightning_memfit.probers import Probers
@@ -59,6 +59,8 @@ SCAN_LIMITS = ScanLimits()
 """How far the batches of an epoch are looked through for the largest."""
 MANUAL_ZEROING = "manual optimization: training_step itself zeroes gradients"
 """Why gradients are not zeroed early there."""
+SAVED_PRECISION = "that of the checkpoint: DeepSpeed opens its optimizer states in no other"
+"""Why a run that is resumed keeps its precision."""
 WorstBatch = Any
 """The largest batch of a run as the user gives it: a batch, or a function that makes it; ``None`` if not given."""
 
@@ -103,6 +105,8 @@ class Preparation:
     """What the strategy keeps on the host."""
     host_budget_bytes: int | None = None
     """Bytes that all ranks may keep in the memory of their hosts; ``None`` where the host is the device."""
+    saved_precision: Precision | None = None
+    """The only one in which the checkpoint that is resumed can go on; ``None`` if any can."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
     recomputed: frozenset[str] = frozenset()
@@ -154,7 +158,7 @@ class Preparation:
             loader_batch_size=self.loader_plan.loader_batch_size,
             accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
             ranks=self.num_ranks,
-            trainer_facts=trainer_facts_of(self.trainer),
+            trainer_facts=trainer_facts_of(self.trainer) | sharding_facts(self.sharding, self.offload),
         )
 
     @property
@@ -337,8 +341,8 @@ class Preparation:
             matched=found.matched,
             recomputed_anyway=found.anyway,
             slicing_reason=slicing_obstacle,
-            precisions=("32-true",) if mixing_obstacle else device_precisions(self.device),
-            precision_reason=mixing_obstacle,
+            precisions=self._precisions(mixing_obstacle),
+            precision_reason=SAVED_PRECISION if self.saved_precision else mixing_obstacle,
             implementations=implementations,
             states_reason=states_reason,
             states_left=facts.left_as_configured,
@@ -365,6 +369,11 @@ class Preparation:
     def cpu_adam_obstacle(self) -> str | None:
         """Why the optimizer cannot be exchanged for DeepSpeed's on the host, in words; ``None`` if it can."""
         return self._optimizer_facts().cpu_adam_obstacle
+
+    def _precisions(self, mixing_obstacle: str | None) -> tuple[Precision, ...]:
+        if self.saved_precision is not None:
+            return (self.saved_precision,)
+        return ("32-true",) if mixing_obstacle else device_precisions(self.device)
 
     def _optimizer_facts(self) -> OptimizerFacts:
         try:

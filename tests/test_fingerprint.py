@@ -22,11 +22,13 @@ from lightning_memfit.fingerprint import (
     fingerprint_of,
     harmless_differences,
     optimizer_words,
+    sharding_facts,
     stale_reasons,
     trainer_facts_of,
 )
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, Plan, PlanRequest
+from lightning_memfit.sharding import Sharding
 
 DEVICE = DeviceSpec(name="Example 9000", kind="cpu", capacity_bytes=9, available_bytes=8, process_bytes=1, cores=2)
 PACKAGE = Path(__file__).parents[1] / "lightning_memfit"
@@ -471,3 +473,18 @@ def test_a_trainer_tells_its_strategy_and_how_it_clips(namespace: str, settings:
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False, **settings
     )
     assert trainer_facts_of(trainer) == {"gradient clipping": clipping, "strategy": "SingleDeviceStrategy"}
+
+
+def test_a_plan_for_one_way_of_spreading_a_run_is_stale_for_another() -> None:
+    ways = [
+        (None, "never"),
+        (Sharding(engine="deepspeed", ranks=2, zero_stage=1), "never"),
+        (Sharding(engine="deepspeed", ranks=2, zero_stage=2), "never"),
+        (Sharding(engine="deepspeed", ranks=2, zero_stage=2), "optimizer"),
+        (Sharding(engine="deepspeed", ranks=2, zero_stage=2, reduce_bucket_elements=300), "never"),
+    ]
+    facts = [sharding_facts(sharding, offload) for sharding, offload in ways]
+    assert facts[0] == {} and len({each["sharding"] for each in facts[1:]}) == 4
+    planned, now = (fingerprint(trainer_facts=each) for each in (facts[1], facts[2]))
+    (line,) = stale_reasons(plan_for(planned), now)
+    assert line.startswith("sharding: planned for ZeRO-1 over 2, offload never [") and "now ZeRO-2 over 2" in line
