@@ -69,6 +69,8 @@ def test_a_run_goes_on_where_its_optimizer_was_or_in_the_other_place() -> None:
             before, _, after = name.partition(" to ")
             assert moved["steps"] == stayed["steps"] == 9
             assert moved["optimizer"] == {"never": "AdamW", "optimizer": "DeepSpeedCPUAdam"}[after]
+            used_again = "the plan came with the checkpoint, so that nothing was searched" in moved["plan"].notes
+            assert used_again == (before == after)
             for parameter, weight in stayed["weights"].items():
                 atol = 0 if before == after else 1e-6
                 torch.testing.assert_close(moved["weights"][parameter], weight, rtol=0, atol=atol)
