@@ -9,7 +9,11 @@ from typing import Literal
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import Candidate, Offload, OptimizerStates, PlanRequest
 from lightning_memfit.predict.ddp import BUCKET_BYTES
-from lightning_memfit.predict.zero_layout import LIGHTNING_BUCKET_ELEMENTS, lightning_sharding
+from lightning_memfit.predict.zero_layout import (
+    DEEPSPEED_BUCKET_ELEMENTS,
+    LIGHTNING_BUCKET_ELEMENTS,
+    lightning_sharding,
+)
 from lightning_memfit.sharding import Sharding, ZeroStage
 
 STRATEGIES = (
@@ -187,7 +191,7 @@ def ways_of_a_run(
     if sharding.engine == "deepspeed":
         bucket, reason = bucket_elements(parameter_elements)
         reduced, gathered = (
-            None if size is None else min(size, bucket)
+            min(DEEPSPEED_BUCKET_ELEMENTS if size is None else size, bucket)
             for size in (sharding.reduce_bucket_elements, sharding.allgather_bucket_elements)
         )
         smaller = replace(sharding, reduce_bucket_elements=reduced, allgather_bucket_elements=gathered)

@@ -96,8 +96,14 @@ def test_an_optimizer_on_the_host_is_stepped_in_one_way_whatever_the_device_offe
 
 
 def test_buckets_that_are_small_already_stay() -> None:
-    small = replace(ZERO, reduce_bucket_elements=1000, allgather_bucket_elements=None)
+    small = replace(ZERO, reduce_bucket_elements=1000, allgather_bucket_elements=1000)
     assert ways_of_a_run(small, "never", SIZES).spreads == (Spread(sharding=small),)
+
+
+def test_buckets_that_a_configuration_leaves_out_are_deepspeeds_own_half_a_billion_and_may_be_smaller() -> None:
+    unsaid = replace(ZERO, reduce_bucket_elements=None, allgather_bucket_elements=1000)
+    smaller = replace(unsaid, reduce_bucket_elements=SMALL)
+    assert ways_of_a_run(unsaid, "never", SIZES).spreads == (Spread(sharding=unsaid), Spread(sharding=smaller))
 
 
 def space_of(*spreads: Spread) -> SearchSpace:
