@@ -75,6 +75,13 @@ def check_trainer(trainer: Any, request: PlanRequest) -> None:
             f"MemFit(offload='optimizer') keeps the optimizer on the host under DeepSpeed, and this run is that of "
             f"{found}. Use Trainer(strategy='deepspeed_stage_2'), which runs on one GPU too, or offload='never'."
         )
+    asked = request.optimizer_implementation
+    if is_deepspeed(strategy) and asked not in ("auto", "as-configured"):
+        raise ConfigurationError(
+            f"optimizer_implementation={asked!r} cannot be had under DeepSpeed, which steps flat tensors of its own "
+            "with the optimizer as configure_optimizers makes it. Give that the option, such as "
+            "torch.optim.AdamW(..., fused=True), and leave optimizer_implementation out."
+        )
     for callback in trainer.callbacks:
         if type(callback).__name__ == "GradientAccumulationScheduler":
             raise ConfigurationError(
