@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemFit
 from tests.ranks.conftest import Once
 from tests.ranks.launch import results, run_on_ranks
-from tests.ranks.trainer_programs import CASES, data_of, net_of, one_process, run_cases
+from tests.ranks.trainer_programs import CASES, data_of, losses_of_steps, net_of, one_process, run_cases
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,14 @@ def test_the_weights_are_those_of_one_process_with_the_same_effective_batch(
         assert rank[name]["steps"] == expected["steps"] >= 20
         for parameter, weight in rank[name]["weights"].items():
             torch.testing.assert_close(weight, expected["weights"][parameter], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer == "adamw"])
+def test_under_adamw_the_losses_of_all_steps_are_those_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
+    case = CASES[name]
+    losses = losses_of_steps(case, [rank[name]["losses"] for rank in ranks])
+    assert losses == pytest.approx(one_process(case)["losses"], rel=0, abs=1e-4)
+    assert losses[-1] < 0.95 * losses[0]  # a comparison of a run that learns
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -264,6 +264,23 @@ def run_cases(rank: int) -> dict[str, dict[str, Any]]:
         return found
 
 
+def losses_of_steps(case: Case, ranks: list[list[float]]) -> list[float]:
+    """The mean loss of each optimizer step, of the losses that every rank saw batch by batch.
+
+    Args:
+        case: one whose Lightning batches have the same size.
+        ranks: losses in the order of batches.
+    """
+    per_epoch, found = case.samples // (RANKS * case.loader_batch_size), []
+    # Callbacks see what Lightning divided by the number of accumulated batches.
+    of_batches = [case.accumulate * sum(each) / len(each) for each in zip(*ranks, strict=True)]
+    for start in range(0, len(of_batches), per_epoch):
+        epoch = of_batches[start : start + per_epoch]
+        windows = [epoch[first : first + case.accumulate] for first in range(0, per_epoch, case.accumulate)]
+        found += [sum(window) / len(window) for window in windows]
+    return found
+
+
 def one_process(case: Case) -> dict[str, Any]:
     """The run in one process: the mean loss over each effective batch, and one step for it."""
     net, data = net_of(case), data_of(case)

@@ -118,6 +118,7 @@ def fit(
     assert plugin.plan is not None and plugin.measured is not None
     return {
         "weights": whole_weights(net),
+        "losses": net.losses,
         "steps": trainer.global_step,
         "plan": plugin.plan,
         "measured": plugin.measured,
