@@ -25,7 +25,7 @@ from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
-from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
+from lightning_memfit.fingerprint import fingerprint_of, sharding_facts, trainer_facts_of
 from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
 from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import DeviceSpec, shared_by
@@ -154,7 +154,7 @@ class Preparation:
             loader_batch_size=self.loader_plan.loader_batch_size,
             accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
             ranks=self.num_ranks,
-            trainer_facts=trainer_facts_of(self.trainer),
+            trainer_facts={**trainer_facts_of(self.trainer), **sharding_facts(self.sharding, self.offload)},
         )
 
     @property
