@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PassedOver, PlanRequest
 from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.strategies import Spread
+from lightning_memfit.sharding import Sharding
 from lightning_memfit.units import format_bytes, format_seconds
 
 
@@ -118,6 +119,9 @@ def _strategy_choices(
         return
     if space.strategies.given:
         reason = "as given"
+        changed = _changed_of_the_given(space.strategies.spreads[0].sharding, candidate.sharding)
+        if changed is not None:
+            reason += f" but for {changed}: {_why_not_less(budget, space, chosen, others, ruled_out)}"
     elif (candidate.sharding, candidate.offload) == (space.strategies.spreads[0].sharding, "never"):
         reason = "departs least from a run on one device, and fits"
     else:
@@ -139,6 +143,15 @@ def _strategy_choices(
     if candidate.sharding.zero_stage is not None and space.strategies.bucket_reason is not None:
         value = f"{candidate.sharding.reduce_bucket_elements:,} elements"
         yield Choice(lever="buckets", value=value, reason=space.strategies.bucket_reason)
+
+
+def _changed_of_the_given(given: Sharding | None, chosen: Sharding) -> str | None:
+    """What MemFit set otherwise in a strategy of the user's, beside what has a choice of its own."""
+    if given is None:
+        return None
+    if given.gradient_as_bucket_view != chosen.gradient_as_bucket_view:
+        return "the gradients"
+    return "when gradients are exchanged" if given.synchronisation != chosen.synchronisation else None
 
 
 def _why_offloaded(space: SearchSpace) -> str:
