@@ -133,17 +133,26 @@ def trainer_facts_of(trainer: Any) -> dict[str, str]:
     }
 
 
-def sharding_facts(sharding: Sharding | None, offload: Offload) -> dict[str, str]:
-    """What spreading a run over devices adds to the fingerprint; nothing on one device.
+def sharding_facts(sharding: Sharding | None, offload: Offload = "never") -> dict[str, str]:
+    """What the strategy's own settings add: the name of its class tells neither stage nor buckets nor groups.
 
     Args:
-        sharding: as the user set the strategy up.
-        offload: likewise.
+        sharding: how the run is spread over devices as it was configured; ``None`` on one device without an engine.
+        offload: what the strategy keeps on the host by itself.
+
+    >>> sharding_facts(Sharding(engine="ddp", ranks=2, gradient_as_bucket_view=True))
+    {'sharding': 'DDP over 2, gradient_as_bucket_view True'}
     """
     if sharding is None:
         return {}
-    settings = _digest([json.dumps(dataclasses.asdict(sharding), sort_keys=True)])
-    return {"sharding": f"{sharding.label}, offload {offload} [{settings}]"}
+    told_by_label = ("engine", "ranks", "zero_stage")
+    settings = [
+        f"{field.name} {getattr(sharding, field.name)}"
+        for field in dataclasses.fields(sharding)
+        if field.name not in told_by_label and getattr(sharding, field.name) != field.default
+    ]
+    kept = [] if offload == "never" else [f"{offload} on the host"]
+    return {"sharding": _short(", ".join([sharding.label, *settings, *kept]))}
 
 
 def fingerprint_key(fingerprint: Mapping[str, str]) -> str:

@@ -328,6 +328,7 @@ class Preparation:
             implementations = ()
             states_reason = states_reason or "DeepSpeed makes an optimizer of its own of the user's"
         if self.gathers:
+            fsdp2.check_steppable(facts.name, self.request.optimizer_implementation)
             implementations = fsdp2.steppable_implementations(facts.name, implementations)
             states_reason = states_reason or fsdp2.reason_states_not_quantised(self.sharding)
         found = recomputable(self.module, self.request.activation_checkpointing, self.recomputed)

@@ -443,4 +443,4 @@ def _received(failure: _Failure, doing: str) -> Exception:
 
 def _failed_words(failed: list[int], count: int, doing: str, words: str) -> str:
     who = f"rank {failed[0]}" if len(failed) == 1 else f"{len(failed)} of {count} ranks, rank {failed[0]} among them,"
-    return f"{who} failed while {doing}: {words}. The message of rank {failed[0]} says all of it."
+    return f"{who} failed while {doing}: {words.rstrip('.')}. The message of rank {failed[0]} says all of it."

@@ -9,7 +9,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -475,16 +475,31 @@ def test_a_trainer_tells_its_strategy_and_how_it_clips(namespace: str, settings:
     assert trainer_facts_of(trainer) == {"gradient clipping": clipping, "strategy": "SingleDeviceStrategy"}
 
 
-def test_a_plan_for_one_way_of_spreading_a_run_is_stale_for_another() -> None:
-    ways = [
-        (None, "never"),
-        (Sharding(engine="deepspeed", ranks=2, zero_stage=1), "never"),
-        (Sharding(engine="deepspeed", ranks=2, zero_stage=2), "never"),
-        (Sharding(engine="deepspeed", ranks=2, zero_stage=2), "optimizer"),
-        (Sharding(engine="deepspeed", ranks=2, zero_stage=2, reduce_bucket_elements=300), "never"),
-    ]
-    facts = [sharding_facts(sharding, offload) for sharding, offload in ways]
-    assert facts[0] == {} and len({each["sharding"] for each in facts[1:]}) == 4
-    planned, now = (fingerprint(trainer_facts=each) for each in (facts[1], facts[2]))
-    (line,) = stale_reasons(plan_for(planned), now)
-    assert line.startswith("sharding: planned for ZeRO-1 over 2, offload never [") and "now ZeRO-2 over 2" in line
+def _zero(stage: Literal[1, 2, 3], **settings: Any) -> Sharding:
+    return Sharding(engine="deepspeed", ranks=2, zero_stage=stage, **settings)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (_zero(1), _zero(2), _zero(3), _zero(2, reduce_bucket_elements=10)),
+        (Sharding(engine="ddp", ranks=2), Sharding(engine="ddp", ranks=2, gradient_as_bucket_view=True)),
+        tuple(
+            Sharding(engine="fsdp2", ranks=2, shard_groups=groups, reshard_after_forward=reshard)
+            for groups in (("",), ("", "blocks.0"))
+            for reshard in (True, False)
+        ),
+    ],
+)
+def test_settings_of_one_strategy_are_told_apart(others: tuple[Sharding, ...]) -> None:
+    told = [sharding_facts(each)["sharding"] for each in others]
+    assert len(set(told)) == len(told) and all(
+        words.startswith(each.label) for words, each in zip(told, others, strict=True)
+    )
+    assert all(sharding_facts(each) == sharding_facts(each) for each in others)
+
+
+def test_what_a_strategy_offloads_by_itself_is_told_and_one_device_tells_nothing() -> None:
+    assert sharding_facts(_zero(2), "optimizer") == {"sharding": "ZeRO-2 over 2, optimizer on the host"}
+    assert sharding_facts(_zero(2)) == {"sharding": "ZeRO-2 over 2"}
+    assert sharding_facts(None) == {}

@@ -121,6 +121,9 @@ def _strategy_choices(
         return
     if space.strategies.given or _offload_is_asked_for(space):
         reason = "as given"
+        changed = _changed_of_the_given(space.strategies.spreads[0].sharding, candidate.sharding)
+        if changed is not None:
+            reason += f" but for {changed}: {_why_not_less(budget, space, chosen, others, ruled_out)}"
     elif (candidate.sharding, candidate.offload) == (space.strategies.spreads[0].sharding, "never"):
         reason = "departs least from a run on one device, and fits"
     else:
@@ -147,6 +150,15 @@ def _strategy_choices(
         reason = space.strategies.bucket_reasons.get(size or 0, "as the strategy has them")
         value = _bucket_words(candidate.sharding)
         yield Choice(lever="buckets", value=value, reason=reason)
+
+
+def _changed_of_the_given(given: Sharding | None, chosen: Sharding) -> str | None:
+    """What MemFit set otherwise in a strategy of the user's, beside what has a choice of its own."""
+    if given is None:
+        return None
+    if given.gradient_as_bucket_view != chosen.gradient_as_bucket_view:
+        return "the gradients"
+    return "when gradients are exchanged" if given.synchronisation != chosen.synchronisation else None
 
 
 def _offload_is_asked_for(space: SearchSpace) -> bool:

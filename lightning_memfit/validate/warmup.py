@@ -376,11 +376,14 @@ class _WarmUp:
 
 @contextmanager
 def _not_stepped(optimizers: list[Any]) -> Iterator[set[int]]:
-    """The ``id`` of each optimizer that has not stepped yet within this context."""
-    waited_for = {id(optimizer) for optimizer in optimizers if not is_mock(optimizer)}
+    """The ``id`` of each optimizer that has not stepped yet within this context.
+
+    DeepSpeed puts one without hooks before that of the user, which it steps.
+    """
+    hooked = [each if hasattr(each, "register_step_post_hook") else each.optimizer for each in optimizers]
+    waited_for = {id(optimizer) for optimizer in hooked if not is_mock(optimizer)}
     handles = [
-        optimizer.register_step_post_hook(lambda stepped, *_: waited_for.discard(id(stepped)))
-        for optimizer in optimizers
+        optimizer.register_step_post_hook(lambda stepped, *_: waited_for.discard(id(stepped))) for optimizer in hooked
     ]
     try:
         yield waited_for
