@@ -167,7 +167,8 @@ def write_config(
     if offload == "never":
         zero.pop("offload_optimizer", None)
     else:
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
+        if _device_of(zero, "offload_optimizer") is None:  # also where it says "none"
+            zero["offload_optimizer"] = {**(zero.get("offload_optimizer") or {}), "device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False
     return lambda: _put_back(config, before)
 

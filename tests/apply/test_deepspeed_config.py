@@ -135,6 +135,12 @@ def test_a_precision_of_the_users_own_stays_or_is_named() -> None:
     assert strategy.config == before
 
 
+def test_an_offload_is_written_over_a_section_that_says_none() -> None:
+    strategy = strategy_with(lightnings(2, offload_optimizer={"device": "none", "pin_memory": True}))
+    zero = written(strategy, offload="optimizer")["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
 def test_an_offload_that_is_no_longer_wanted_is_taken_out_and_the_users_own_is_kept() -> None:
     own = {"device": "cpu", "pin_memory": True}
     strategy = strategy_with(lightnings(2, offload_optimizer=own))
