@@ -72,6 +72,7 @@ def test_sizes_are_read_by_both_of_their_names_and_auto_is_no_size() -> None:
     [
         ({}, "zero_optimization.stage is 0: nothing is divided"),
         (lightnings(3, offload_param={"device": "nvme"}), "keeps parameters on nvme"),
+        ({**lightnings(2), "optimizer": {"type": "Adam"}}, r"makes the optimizer itself \(optimizer.type='Adam'\)"),
         (lightnings(2, contiguous_gradients=False), "contiguous_gradients=False is not forecast"),
         ({**lightnings(2), "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype='fp32' is not forecast"),
     ],
