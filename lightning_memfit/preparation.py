@@ -123,15 +123,7 @@ class Preparation:
         """The same for the rival, where the run as it is needs more memory for that one."""
         if self.rival is None:
             return self
-        arrived = arrived_batch(self.trainer, self.module, self.rival.batch)
-        other = replace(
-            self,
-            batch=self.rival.batch,
-            arrived=arrived,
-            planned_batch=self.rival.describe(),
-            rival=None,
-            forecaster=self.forecaster.for_batch(arrived.batch, waiting_batch=self.rival.batch),
-        )
+        other = self.with_batch(self.rival.batch, self.rival.describe())
         plain = self._plain
         needs, needs_other = (each.forecast(plain).predicted_peak_bytes for each in (self, other))
         return other if needs_other > needs else replace(self, rival=None)
@@ -249,12 +241,21 @@ class Preparation:
         if demanding is None:
             return agreed
         batch, words = from_rank(demanding, (self.batch, self.planned_batch))
+        return agreed.with_batch(batch, f"{words}, of rank {demanding}")
+
+    def with_batch(self, batch: Any, planned_batch: str) -> Preparation:
+        """The same for another batch, which is planned and proven whatever others there are.
+
+        Args:
+            batch: as a loader gives it.
+            planned_batch: which one it is, in words.
+        """
         arrived = arrived_batch(self.trainer, self.module, batch)
         return replace(
-            agreed,
+            self,
             batch=batch,
             arrived=arrived,
-            planned_batch=f"{words}, of rank {demanding}",
+            planned_batch=planned_batch,
             rival=None,
             forecaster=self.forecaster.for_batch(arrived.batch, waiting_batch=batch),
         )

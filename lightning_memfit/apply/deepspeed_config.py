@@ -38,7 +38,8 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
         ranks: devices.
 
     Raises:
-        UnsupportedError: if ZeRO is off, if parameters are on the host, or gradients are summed in another dtype.
+        UnsupportedError: if ZeRO is off, if parameters are on the host, gradients are summed in another dtype, or the
+            optimizer is not the module's.
     """
     zero = _config_of(strategy).get("zero_optimization") or {}
     stage = zero.get("stage", 0)
@@ -54,6 +55,12 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
         )
     if not zero.get("contiguous_gradients", True):
         raise UnsupportedError("DeepSpeed's contiguous_gradients=False is not forecast. Leave it out.")
+    own = _config_of(strategy).get("optimizer")
+    if own is not None:
+        raise UnsupportedError(
+            f"DeepSpeed's configuration makes the optimizer itself (optimizer.type={own.get('type')!r}), which is not "
+            "forecast, and configure_optimizers is not asked. Take the section out, and return it there."
+        )
     summed = (_config_of(strategy).get("data_types") or {}).get("grad_accum_dtype")
     if summed is not None:
         raise UnsupportedError(f"DeepSpeed's data_types.grad_accum_dtype={summed!r} is not forecast. Leave it out.")
@@ -167,7 +174,8 @@ def write_config(
     if offload == "never":
         zero.pop("offload_optimizer", None)
     else:
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
+        if _device_of(zero, "offload_optimizer") is None:  # also where it says "none"
+            zero["offload_optimizer"] = {**(zero.get("offload_optimizer") or {}), "device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False
     return lambda: _put_back(config, before)
 

@@ -72,6 +72,7 @@ def test_sizes_are_read_by_both_of_their_names_and_auto_is_no_size() -> None:
     [
         ({}, "zero_optimization.stage is 0: nothing is divided"),
         (lightnings(3, offload_param={"device": "nvme"}), "keeps parameters on nvme"),
+        ({**lightnings(2), "optimizer": {"type": "Adam"}}, r"makes the optimizer itself \(optimizer.type='Adam'\)"),
         (lightnings(2, contiguous_gradients=False), "contiguous_gradients=False is not forecast"),
         ({**lightnings(2), "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype='fp32' is not forecast"),
     ],
@@ -133,6 +134,12 @@ def test_a_precision_of_the_users_own_stays_or_is_named() -> None:
     ):
         written(strategy)
     assert strategy.config == before
+
+
+def test_an_offload_is_written_over_a_section_that_says_none() -> None:
+    strategy = strategy_with(lightnings(2, offload_optimizer={"device": "none", "pin_memory": True}))
+    zero = written(strategy, offload="optimizer")["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
 
 
 def test_an_offload_that_is_no_longer_wanted_is_taken_out_and_the_users_own_is_kept() -> None:
