@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+import torch
 from torch import nn
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.search.checkpointing import closest_names, find_repeated_blocks
+from lightning_memfit.sharding import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,12 +113,37 @@ def shard_one(
     shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed_precision or MixedPrecisionPolicy())
 
 
+def policy_of(sharding: Sharding) -> MixedPrecisionPolicy | None:
+    """torch's mixed-precision policy of a sharding; ``None`` if it chooses no dtype."""
+    if not sharding.has_policy:
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    def dtype(name: str | None) -> torch.dtype | None:
+        return None if name is None else getattr(torch, name)
+
+    return MixedPrecisionPolicy(
+        param_dtype=dtype(sharding.param_dtype),
+        reduce_dtype=dtype(sharding.reduce_dtype),
+        output_dtype=dtype(sharding.output_dtype),
+    )
+
+
 def run_steps_as_forward(module: nn.Module) -> None:
     """Let the step methods of a sharded ``LightningModule`` gather its parameters, as ``forward`` does."""
-    for name in STEP_METHODS:
-        method = getattr(module, name, None)
-        if callable(method) and name not in vars(module) and not _is_lightnings_own(method):
-            run_as_forward(module, name)
+    for name in step_methods(module):
+        run_as_forward(module, name)
+
+
+def step_methods(module: nn.Module) -> list[str]:
+    """The names of the step methods that a module has of its own."""
+    return [
+        name
+        for name in STEP_METHODS
+        if callable(method := getattr(module, name, None))
+        and name not in vars(module)
+        and not _is_lightnings_own(method)
+    ]
 
 
 def run_as_forward(module: nn.Module, name: str) -> None:
