@@ -114,7 +114,7 @@ def shard_one(
 
 
 def policy_of(sharding: Sharding) -> MixedPrecisionPolicy | None:
-    """torch's mixed-precision policy of a sharding; ``None`` if it chooses no dtype."""
+    """Torch's mixed-precision policy of a sharding; ``None`` if it chooses no dtype."""
     if not sharding.has_policy:
         return None
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -108,6 +108,23 @@ class Sharding:
         """Whether a mixed-precision policy of FSDP2 chooses dtypes."""
         return any(getattr(self, name) is not None for name in _POLICY)
 
+    def check_precision(self, precision: str) -> None:
+        """Refuse a precision of Lightning's beside a mixed-precision policy: it would be another computation.
+
+        Args:
+            precision: in Lightning's words, as the user asked for.
+
+        Raises:
+            ConfigurationError: naming both.
+        """
+        if self.has_policy and precision != "32-true":
+            policy = ", ".join(f"{name}={getattr(self, name)}" for name in _POLICY if getattr(self, name) is not None)
+            raise ConfigurationError(
+                f"precision={precision!r} cannot be had with fully_shard's MixedPrecisionPolicy({policy}): both choose "
+                "the dtypes of the computation, and 1 of them may. Leave precision out (it is '32-true' then, and the "
+                "policy decides), or the policy."
+            )
+
     @property
     def group_precision(self) -> GroupPrecision | None:
         """The dtypes in which modules compute, if a policy chooses them; what reduces gradients is not among them."""

@@ -108,6 +108,24 @@ def fsdp2_timeline(
     )
 
 
+def _copied_in(sent: Sequence[ShardedParameter], *, waited: bool) -> int:
+    """What a host takes to copy whole gradients into the buffer in which they are sent.
+
+    Those whose rows cannot be divided evenly are filled up in copies, all at once; where the buffer is of another
+    dtype, each in turn is copied once more.
+
+    Source: measured with a counting allocator on torch 2.13: ``torch.ops.fsdp.chunk_cat``.
+
+    Args:
+        sent: of the parameters that have a gradient.
+        waited: whether gradients are of the buffer's dtype already, since they waited in it.
+    """
+    sizes = [each.sent_bytes if waited else each.whole_bytes for each in sent]
+    filled_up = sum(size for each, size in zip(sent, sizes, strict=True) if each.is_filled_up)
+    is_cast = any(size != each.sent_bytes for each, size in zip(sent, sizes, strict=True))
+    return filled_up + (max(sizes) if is_cast else 0)
+
+
 @dataclass(kw_only=True)
 class _State:
     """Of one group, as the step goes."""
@@ -302,10 +320,8 @@ class _Rank:
     def _reduce(self, group: ShardGroup, sent: Sequence[ShardedParameter]) -> None:
         size, sums = sum(each.sent_bytes for each in sent), self._states[group.name].sums
         self._reduced = self._allocate("fsdp.reduce_scatter", size, "communication", group)
-        if self._copies_inside or self._ranks == 1:
-            filled_up = [each for each in sent if each.is_filled_up]
-            padded = sum(each.sent_bytes if each.index in sums else each.whole_bytes for each in filled_up)
-            self._use("fsdp.chunk_cat", padded, group)
+        if self._is_on_a_host:
+            self._use("fsdp.chunk_cat", _copied_in(sent, waited=bool(sums)), group)
         whole = [sums.pop(each.index) if each.index in sums else self._whole.pop(each.index) for each in sent]
         # Of the loop over them, which is over, torch holds the last one until it returns.
         held = [whole.pop()] if self._ranks > 1 else []

@@ -25,9 +25,7 @@ from lightning_memfit.trace.whole_module import leave
 
 
 @contextmanager
-def fully_sharded(
-    module: nn.Module, sharding: Sharding, tracer: StepTracer
-) -> Iterator[None]:
+def fully_sharded(module: nn.Module, sharding: Sharding, tracer: StepTracer) -> Iterator[None]:
     """Within this context the module, whose parameters are whole fakes, is sharded over fake ranks.
 
     Enter it within :func:`~lightning_memfit.trace.faked_step.faked_step`, which puts back what the modules'

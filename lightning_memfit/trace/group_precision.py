@@ -1,10 +1,10 @@
 """A step on one device in the dtypes that a mixed-precision policy of ``fully_shard`` gives the parts of a module.
 
-Adapter for a private name of torch: ``torch.distributed.utils._apply_to_tensors``, which says in what it casts tensors.
+Adapter for a private name of torch: ``torch.distributed.utils._apply_to_tensors``, which finds the tensors to cast.
 
-What torch 2.9 to 2.13 does (``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``: ``_pre_forward``, ``_post_forward``;
-``_fsdp_param.py``: ``init_dtype_attrs``): parameters of a group are gathered in ``param_dtype``, buffers stay as they
-are; what a group is called with is cast in front of its forward, what it returns behind it.
+What torch 2.9 to 2.13 does (``torch/distributed/fsdp/_fully_shard``, ``_fsdp_state.py``: ``_pre_forward`` and
+``_post_forward``; ``_fsdp_param.py``: ``init_dtype_attrs``): parameters of a group are gathered in ``param_dtype``,
+buffers stay as they are; what a group is called with is cast in front of its forward, what it returns behind it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Net(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x.to(self.head.weight.dtype))  # a policy may cast what blocks return
 
 
 class Around(nn.Module):
