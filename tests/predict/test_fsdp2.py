@@ -354,6 +354,22 @@ def test_what_is_gathered_and_reduced_is_as_worked_out_by_hand() -> None:
     ]
 
 
+def test_under_a_policy_it_is_as_worked_out_by_hand() -> None:
+    timeline, sharding = linear_of_two()
+    # 64 elements: gathered in 2 bytes each, of which the rank casts its quarter; added up in 4 or 2, a share of 16 of
+    # which stays in 4.
+    sums = exchanged(fsdp2_timeline(timeline, replace(sharding, **SUMS_IN_32)))
+    forward = [("fsdp.cast", 32), ("fsdp.all_gather", 128), ("fsdp.split_with_sizes_copy", 128)]
+    assert [(op, size) for op, _, phase, size in sums if phase == "forward"] == 2 * forward
+    reduced = [size for op, _, _, size in sums if op == "fsdp.reduce_scatter"]
+    assert reduced == 2 * [256, 64]
+    halves = exchanged(fsdp2_timeline(timeline, replace(sharding, **BF16)))
+    reduced = [size for op, _, _, size in halves if op == "fsdp.reduce_scatter"]
+    assert reduced == 2 * [128, 32]
+    backward = [size for op, _, phase, size in halves if op == "fsdp.cast" and phase == "backward"]
+    assert backward == [32, 32, 64, 64]  # two gatherings, and two shares of the sums in their own dtype
+
+
 def test_gloo_takes_a_copy_of_what_it_moves_and_nccl_takes_none() -> None:
     timeline, sharding = linear_of_two()
     inside = [

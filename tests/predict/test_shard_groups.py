@@ -51,6 +51,20 @@ def test_shares_are_whole_rows_and_all_of_them_are_gathered() -> None:
     assert block.holds("blocks.1.up") and not block.holds("blocks.10") and root.holds("anything")
 
 
+def test_a_policy_gathers_and_adds_up_in_dtypes_of_its_own() -> None:
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    (group,) = shard_groups(timeline(EMBEDDING, WEIGHT), over(4, "", **policy))
+    embedding, weight = group.parameters
+    # 3 of 10 rows of 6 on each rank: 18 elements, 72 together.
+    assert (embedding.share_bytes, embedding.cast_bytes, embedding.whole_bytes) == (72, 36, 144)
+    assert (embedding.sent_bytes, embedding.sum_bytes) == (288, 240)  # filled up, and the 60 elements that there are
+    # Kept in 2 bytes already, so that nothing is cast; 2 of 7 rows on each rank: 12 elements, 48 together.
+    assert (weight.share_bytes, weight.cast_bytes, weight.whole_bytes) == (24, 0, 96)
+    assert (weight.sent_bytes, weight.sum_bytes) == (192, 168)
+    (plain,) = shard_groups(timeline(EMBEDDING), over(4, ""))
+    assert plain.parameters[0].sent_bytes == plain.whole_bytes == 288 and plain.cast_bytes == 0
+
+
 def test_parameters_and_gradients_have_the_same_share() -> None:
     step = timeline(EMBEDDING, WEIGHT, gradient_of={17: 0, 18: 1})
     assert shares_by_storage(step, shard_groups(step, over(2, ""))) == {0: 120, 1: 48, 17: 120, 18: 48}
