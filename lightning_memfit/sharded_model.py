@@ -59,8 +59,8 @@ def fully_shard(
             :func:`~lightning_memfit.search.checkpointing.find_repeated_blocks` finds.
         reshard_after_forward: whether the parameters of blocks are let go between forward and backward; ``False``
             takes their whole size for less exchange.
-        mixed_precision: torch's policy; ``None`` computes in the parameters' own dtype. Under Lightning's
-            ``precision="bf16-mixed"`` leave it out: autocast chooses the dtypes.
+        mixed_precision: torch's policy; ``None`` computes in the parameters' own dtype. Under one, MemFit leaves
+            precision at ``"32-true"``; under ``precision="bf16-mixed"`` leave it out: autocast chooses the dtypes.
 
     Returns:
         The module, changed in place.

@@ -370,6 +370,34 @@ def test_under_a_policy_it_is_as_worked_out_by_hand() -> None:
     assert backward == [32, 32, 64, 64]  # two gatherings, and two shares of the sums in their own dtype
 
 
+def test_a_host_copies_gradients_once_more_where_they_are_added_up_in_another_dtype() -> None:
+    timeline, sharding = linear_of_two()
+    for ranks, policy, copied in (
+        (4, SUMS_IN_32, 128),  # of 64 elements, in the 2 bytes in which they come
+        (4, BF16, 0),
+        (3, SUMS_IN_32, 2 * 144),  # 9 rows of 8 in place of 8: filled up, and that copied
+        (3, BF16, 144),
+    ):
+        spread = replace(sharding, ranks=ranks, **policy)
+        found = exchanged(fsdp2_timeline(timeline, spread, collectives="gloo"))
+        assert [size for op, _, _, size in found if op == "fsdp.chunk_cat"] == [copied] * 2 * bool(copied)
+        assert not any(op == "fsdp.chunk_cat" for op, *_ in exchanged(fsdp2_timeline(timeline, spread)))
+
+
+def test_gradients_that_wait_are_cast_and_later_ones_added_to_them() -> None:
+    _, sharding = linear_of_two()
+    module = nn.Sequential(nn.Sequential(nn.Linear(8, 8, bias=False)), nn.Sequential(nn.Linear(8, 8, bias=False)))
+    step = program_of(module, loss=lambda network, x: network(x).sum(), optimizer=SGD)
+    waits = replace(sharding, synchronisation="step", **SUMS_IN_32)
+    window = trace_window(
+        on_one_device(step, waits), torch.zeros(2, 8), divide=lambda rows: rows.split(1), steps=False
+    )  # fmt: skip
+    for collectives, cast in (("gloo", [256, 256]), ("nccl", [])):  # 64 elements in 4 bytes
+        found = exchanged(fsdp2_timeline(window, waits, collectives=collectives))  # type: ignore[arg-type]
+        assert [size for op, _, _, size in found if op == "fsdp.wait"] == [256, 256]
+        assert [size for op, _, _, size in found if op == "fsdp.add_to_sums"] == cast
+
+
 def test_gloo_takes_a_copy_of_what_it_moves_and_nccl_takes_none() -> None:
     timeline, sharding = linear_of_two()
     inside = [
