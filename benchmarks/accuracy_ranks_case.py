@@ -83,10 +83,11 @@ def measure(case: RankCase, allocator: BudgetAllocator) -> int:
 
 def _spread_by_fsdp2(case: RankCase, network: nn.Module) -> AroundSlice:
     from lightning_memfit.apply.fsdp2 import Fsdp2Exchange
-    from lightning_memfit.sharded_model import fully_shard
+    from lightning_memfit.sharded_model import fully_shard, policy_of
 
     sharding = fsdp2_sharding(case, network)
-    fully_shard(network, reshard_after_forward=sharding.reshard_after_forward)
+    policy = policy_of(sharding)
+    fully_shard(network, reshard_after_forward=sharding.reshard_after_forward, mixed_precision=policy)
     exchange = Fsdp2Exchange(network, synchronisation=sharding.synchronisation)
     return lambda is_last: exchange.around_slice(is_last=is_last)
 

@@ -20,10 +20,11 @@ from benchmarks.zoo_models.workload import Batch, Workload
 from lightning_memfit.applied_in_a_trace import autocast_context
 from lightning_memfit.batch_tree import split_by_sizes
 from lightning_memfit.search.checkpointing import find_repeated_blocks
-from lightning_memfit.sharding import Engine, Sharding
+from lightning_memfit.sharding import Engine, PolicyDtype, Sharding
 from lightning_memfit.trace.training_step import StepProgram, program_of
 
 OptimizerName = Literal["adamw", "sgd"]
+Policy = tuple[PolicyDtype, PolicyDtype]
 
 
 def _gpt() -> Workload:
@@ -78,15 +79,21 @@ class RankCase:
     """Whether the repeated blocks are recomputed."""
     setting: str = ""
     """What the engine is told beside; its words are the engine's."""
+    policy: Policy | None = None
+    """FSDP2: the dtypes of its ``MixedPrecisionPolicy``, computing and reducing."""
 
     @property
     def label(self) -> str:
         """Such as ``"fsdp2 gpt 2 ranks 32-true adamw 1x1 saved"``, with the engine's setting behind it."""
         window = f"{self.accumulate}x{self.slices}"
         kept = "recomputed" if self.recomputed else "saved"
-        parts = (self.engine, self.model, f"{self.ranks} ranks", self.precision, self.optimizer, window, kept)
+        precision = self.precision if self.policy is None else f"policy {'/'.join(self.policy)}"
+        parts = (self.engine, self.model, f"{self.ranks} ranks", precision, self.optimizer, window, kept)
         return " ".join((*parts, self.setting)).strip()
 
+
+BF16: Policy = ("bfloat16", "bfloat16")
+SUMS_IN_32: Policy = ("bfloat16", "float32")
 
 FSDP2_CASES = (
     RankCase(engine="fsdp2", model="gpt"),
@@ -96,6 +103,9 @@ FSDP2_CASES = (
     RankCase(engine="fsdp2", model="gpt", slices=3, accumulate=2, recomputed=True),
     RankCase(engine="fsdp2", model="gpt", precision="bf16-mixed"),
     RankCase(engine="fsdp2", model="gpt", precision="bf16-mixed", optimizer="sgd", slices=3, recomputed=True),
+    RankCase(engine="fsdp2", model="gpt", policy=SUMS_IN_32, slices=3),
+    RankCase(engine="fsdp2", model="gpt", policy=SUMS_IN_32, optimizer="sgd", slices=3, setting="exchanged once"),
+    RankCase(engine="fsdp2", model="gpt", policy=BF16, optimizer="sgd", slices=3, recomputed=True),
     RankCase(engine="fsdp2", model="gpt", ranks=3),
     RankCase(engine="fsdp2", model="deep"),
     RankCase(engine="fsdp2", model="deep", optimizer="sgd", setting="kept after forward"),
@@ -104,6 +114,8 @@ FSDP2_CASES = (
     RankCase(engine="fsdp2", model="odd"),
     RankCase(engine="fsdp2", model="odd", optimizer="sgd", slices=3),
     RankCase(engine="fsdp2", model="odd", ranks=3, optimizer="sgd"),
+    RankCase(engine="fsdp2", model="odd", ranks=3, policy=SUMS_IN_32, optimizer="sgd"),
+    RankCase(engine="fsdp2", model="deep", policy=BF16, optimizer="sgd", setting="kept after forward"),
     RankCase(engine="fsdp2", model="activations"),
     RankCase(engine="fsdp2", model="activations", recomputed=True, slices=3),
 )
@@ -158,4 +170,6 @@ def fsdp2_sharding(case: RankCase, network: torch.nn.Module) -> Sharding:
         synchronisation="step" if case.setting == "exchanged once" else "slice",
         shard_groups=(*find_repeated_blocks(network), ""),
         reshard_after_forward=case.setting != "kept after forward",
+        param_dtype=None if case.policy is None else case.policy[0],
+        reduce_dtype=None if case.policy is None else case.policy[1],
     )

@@ -263,7 +263,7 @@ class Forecaster:
         """
         key = replace(candidate, zero_gradients_early=False)
         if key not in self._timelines:
-            program, split = self._slices_of(of_one_device(candidate)), candidate.split
+            program, split = self._slices_of(candidate), candidate.split
             with faked_quantisation(), checkpointed(program.module, candidate.checkpointed_modules):
                 window = trace_window(
                     program,
@@ -388,7 +388,7 @@ class Forecaster:
     def _recorded(self, candidate: Candidate, variant: Variant) -> Recorded:
         one = of_one_device(candidate)
         with faked_quantisation():
-            return self._records.recorded(one, variant, self._slices_of(one), floating_dtype(one))
+            return self._records.recorded(one, variant, self._slices_of(candidate), floating_dtype(one))
 
     def _step(self, candidate: Candidate, gradients: _Layouts) -> _OptimizerStep:
         """The optimizer's step, which depends on nothing in front of it but which gradients there are."""
@@ -424,18 +424,21 @@ class Forecaster:
             return RankStep(whole=step)
 
     def _slices_of(self, candidate: Candidate) -> StepProgram:
-        """The step at the candidate's precision; its optimizer, as configured, only zeroes and clips."""
-        program = replace(self._program, step_context=self._contexts(candidate.precision))
-        if candidate.precision == "16-mixed" and self._target.rules.device_type == "cuda":
+        """The step of one device at the candidate's precision; its optimizer, as configured, only zeroes and clips."""
+        sharding, precision = candidate.sharding, of_one_device(candidate).precision
+        program = replace(
+            self._program,
+            step_context=self._contexts(precision),
+            group_precision=None if sharding is None else sharding.group_precision,
+        )
+        if precision == "16-mixed" and self._target.rules.device_type == "cuda":
             return with_scaled_loss(program)
         return program
 
     def _program_at(self, candidate: Candidate) -> StepProgram:
         """The step at the candidate's precision, with the optimizer as the candidate wants it."""
         make = self._program.make_optimizer
-        return replace(
-            self._slices_of(of_one_device(candidate)), make_optimizer=lambda: self._prepare(make(), candidate)
-        )
+        return replace(self._slices_of(candidate), make_optimizer=lambda: self._prepare(make(), candidate))
 
     def _with_levers(self, optimizer: Optimizer, candidate: Candidate) -> Optimizer:
         states, implementation = candidate.optimizer_states, candidate.optimizer_implementation

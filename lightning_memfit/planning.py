@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_memfit.apply.cpu_adam import CpuAdam, find_cpu_adam
 from lightning_memfit.apply.deepspeed_config import notes_on_precision
+from lightning_memfit.apply.fsdp2 import notes_on_policy
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.fingerprint import check_fresh, harmless_differences, stale_reasons
 from lightning_memfit.observe.random_state import random_state_kept
@@ -242,7 +243,8 @@ class Planning:
         return self._labelled(plan)
 
     def _labelled(self, plan: Plan) -> Plan:
-        notes = dict.fromkeys((*plan.notes, *notes_on_precision(plan.candidate)))
+        dtypes = (*notes_on_precision(plan.candidate), *notes_on_policy(plan.candidate.sharding))
+        notes = dict.fromkeys((*plan.notes, *dtypes))
         return replace(
             plan, planned_batch=self.prepared.planned_batch, fingerprint=dict(self.fingerprint), notes=tuple(notes)
         )

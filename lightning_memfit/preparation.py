@@ -323,6 +323,8 @@ class Preparation:
         Raises:
             ConfigurationError: if a pinned lever cannot be had.
         """
+        if self.sharding is not None and self.request.precision is not None:
+            self.sharding.check_precision(self.request.precision)
         facts = self._optimizer_facts()
         implementations, states_reason = facts.implementations, facts.quantisation_obstacle
         if self.sharding is not None and self.sharding.engine == "deepspeed":
@@ -333,8 +335,8 @@ class Preparation:
             implementations = fsdp2.steppable_implementations(facts.name, implementations)
             states_reason = states_reason or fsdp2.reason_states_not_quantised(self.sharding)
         found = recomputable(self.module, self.request.activation_checkpointing, self.recomputed)
-        mixing_obstacle = None
-        if self.trainer.gradient_clip_val and facts.unscales_by_itself:
+        mixing_obstacle = fsdp2.reason_precision_kept(self.sharding)
+        if mixing_obstacle is None and self.trainer.gradient_clip_val and facts.unscales_by_itself:
             mixing_obstacle = "in mixed precision Lightning refuses to clip the gradients of a fused optimizer"
         return search_space(
             self.request,

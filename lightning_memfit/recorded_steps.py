@@ -16,6 +16,7 @@ from lightning_memfit.errors import BatchStructureError, TraceError
 from lightning_memfit.plan import BatchSplit, Candidate, Precision, balanced_slices
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
 from lightning_memfit.predict.variants import StepVariants, Variant
+from lightning_memfit.sharding import GroupPrecision
 from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import Prober
 from lightning_memfit.trace.op_probe import Probes
@@ -121,7 +122,7 @@ class RecordedSteps:
         self._given, self._prober, self._rates = given, prober, rates
         self._blocks = tuple(blocks)
         self._shared = SharedWork() if shared is None else shared
-        self._known: dict[tuple[Precision, tuple[int, ...], bool], Recorded | str] = {}
+        self._known: dict[tuple[Precision, GroupPrecision | None, tuple[int, ...], bool], Recorded | str] = {}
         self._on_their_own: set[tuple[Precision, tuple[int, ...]]] = set()
 
     def for_batch(self, given: GivenBatch) -> RecordedSteps:
@@ -199,7 +200,7 @@ class RecordedSteps:
         *,
         without_caches: bool = False,
     ) -> Recorded | str:
-        key = precision, sizes, without_caches
+        key = precision, program.group_precision, sizes, without_caches
         if key not in self._known:
             by = "record", program.rules, self._blocks, self._prober is not None, *key
             record = self._shared.once(by, lambda: self._traced(sizes, program, floating, without_caches))

@@ -15,7 +15,8 @@ def on_ranks(candidate: Candidate, sharding: Sharding | None, offload: Offload) 
     """A candidate for one device, spread over several; its batch is that of one rank.
 
     Raises:
-        ConfigurationError: if something is to be offloaded that the engine does not offload.
+        ConfigurationError: if something is to be offloaded that the engine does not offload, or the candidate has a
+            precision beside a mixed-precision policy.
     """
     if offload != "never" and (sharding is None or sharding.engine != "deepspeed"):
         raise ConfigurationError(
@@ -26,6 +27,7 @@ def on_ranks(candidate: Candidate, sharding: Sharding | None, offload: Offload) 
         raise ConfigurationError("offload='parameters' is not forecast. Choose 'optimizer' or 'never'.")
     if sharding is None:
         return candidate
+    sharding.check_precision(candidate.precision)
     split = candidate.split
     ranked = replace(split, ranks=sharding.ranks, effective_batch_size=split.effective_batch_size * sharding.ranks)
     return replace(candidate, sharding=sharding, offload=offload, split=ranked)

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+import torch
 from torch import nn
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.search.checkpointing import closest_names, find_repeated_blocks
+from lightning_memfit.sharding import Sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,8 +62,8 @@ def fully_shard(
             :func:`~lightning_memfit.search.checkpointing.find_repeated_blocks` finds.
         reshard_after_forward: whether the parameters of blocks are let go between forward and backward; ``False``
             takes their whole size for less exchange.
-        mixed_precision: torch's policy; ``None`` computes in the parameters' own dtype. Leave it out with MemFit in
-            the Trainer, which refuses it: under ``precision="bf16-mixed"`` autocast chooses the dtypes.
+        mixed_precision: torch's policy; ``None`` computes in the parameters' own dtype. Under one, MemFit leaves
+            precision at ``"32-true"``; under ``precision="bf16-mixed"`` leave it out: autocast chooses the dtypes.
 
     Returns:
         The module, changed in place.
@@ -117,12 +119,37 @@ def shard_one(
     shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=mixed_precision or MixedPrecisionPolicy())
 
 
+def policy_of(sharding: Sharding) -> MixedPrecisionPolicy | None:
+    """Torch's mixed-precision policy of a sharding; ``None`` if it chooses no dtype."""
+    if not sharding.has_policy:
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    def dtype(name: str | None) -> torch.dtype | None:
+        return None if name is None else getattr(torch, name)
+
+    return MixedPrecisionPolicy(
+        param_dtype=dtype(sharding.param_dtype),
+        reduce_dtype=dtype(sharding.reduce_dtype),
+        output_dtype=dtype(sharding.output_dtype),
+    )
+
+
 def run_steps_as_forward(module: nn.Module) -> None:
     """Let the step methods of a sharded ``LightningModule`` gather its parameters, as ``forward`` does."""
-    for name in STEP_METHODS:
-        method = getattr(module, name, None)
-        if callable(method) and name not in vars(module) and not _is_lightnings_own(method):
-            run_as_forward(module, name)
+    for name in step_methods(module):
+        run_as_forward(module, name)
+
+
+def step_methods(module: nn.Module) -> list[str]:
+    """The names of the step methods that a module has of its own."""
+    return [
+        name
+        for name in STEP_METHODS
+        if callable(method := getattr(module, name, None))
+        and name not in vars(module)
+        and not _is_lightnings_own(method)
+    ]
 
 
 def run_as_forward(module: nn.Module, name: str) -> None:

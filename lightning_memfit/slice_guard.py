@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_memfit.apply.fsdp2 import computing_dtype_of
 from lightning_memfit.apply.micro_batches import unsliceable_reason
 from lightning_memfit.apply.slicing import LOSS_WEIGHT_WORDS
 from lightning_memfit.batch_functions import BatchFunctions
@@ -139,6 +140,7 @@ class SliceGuard:
             compared_samples=samples,
             sums=functions.loss_weight == "sum",
             gradients=gradients,
+            computed_in=computing_dtype_of(self.module),
         )
 
     def _structure_obstacle(self) -> str | None:

@@ -39,7 +39,7 @@ from lightning_memfit.plan import (
 from lightning_memfit.plan_file import parse_plain, to_yaml
 from lightning_memfit.plan_schema import load_measurement, read_plan
 from lightning_memfit.report.record import write_record
-from lightning_memfit.sharding import Engine, Sharding, Synchronisation, ZeroStage
+from lightning_memfit.sharding import Engine, PolicyDtype, Sharding, Synchronisation, ZeroStage
 
 # --- every plan
 
@@ -73,7 +73,9 @@ def shardings(draw: st.DrawFn) -> Sharding:
     if engine == "deepspeed":
         facts = {"zero_stage": draw(choice_of(ZeroStage)), "reduce_bucket_elements": draw(st.none() | COUNT)}
     elif engine == "fsdp2":
+        dtypes = st.none() | choice_of(PolicyDtype)
         facts = {"shard_groups": draw(NAMES), "reshard_after_forward": draw(st.booleans())}
+        facts |= {name: draw(dtypes) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
     else:
         facts = {"gradient_as_bucket_view": draw(st.booleans())}
     return Sharding(engine=engine, ranks=draw(COUNT), synchronisation=draw(choice_of(Synchronisation)), **facts)

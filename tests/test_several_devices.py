@@ -57,6 +57,22 @@ def plan_of(budget: int | str = "auto", **settings: Any) -> Plan:
     )  # fmt: skip
 
 
+def test_a_policy_is_forecast_in_its_dtypes_and_beside_no_other_precision() -> None:
+    groups = ("", *map(str, range(BLOCKS)))
+    plain = Sharding(engine="fsdp2", ranks=4, synchronisation="slice", shard_groups=groups)
+    policy = Sharding(
+        engine="fsdp2", ranks=4, synchronisation="slice", shard_groups=groups,
+        param_dtype="bfloat16", reduce_dtype="float32",
+    )  # fmt: skip
+    in_32, mixed = needs(plain), needs(policy)
+    assert mixed.by_category["parameters"] == in_32.by_category["parameters"] == BLOCKS * BLOCK_BYTES // 4
+    assert mixed.by_category["optimizer_states"] == in_32.by_category["optimizer_states"]
+    # The root has no parameters: in the forward a block is gathered in 2 bytes beside the buffer of the one before it.
+    assert in_32.by_phase["forward"] - mixed.by_phase["forward"] >= BLOCK_BYTES
+    with pytest.raises(ConfigurationError, match="precision='bf16-mixed' cannot be had with fully_shard's Mixed"):
+        needs(policy, precision="bf16-mixed")
+
+
 def zero(stage: Any, ranks: int = 4) -> Sharding:
     return Sharding(
         engine="deepspeed", ranks=ranks, zero_stage=stage, reduce_bucket_elements=1000, overlap_communication=True

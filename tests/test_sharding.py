@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_memfit.errors import ConfigurationError
-from lightning_memfit.sharding import Sharding
+from lightning_memfit.sharding import GroupPrecision, Sharding
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,33 @@ def test_a_label_names_engine_and_ranks(facts: dict[str, Any], label: str) -> No
             {"engine": "fsdp2", "ranks": 2, "gradient_as_bucket_view": True},
             "gradient_as_bucket_view is a setting of DDP, not of fsdp2.",
         ),
+        (
+            {"engine": "deepspeed", "ranks": 2, "zero_stage": 3, "param_dtype": "bfloat16"},
+            "param_dtype=bfloat16 is a setting of FSDP2, not of deepspeed.",
+        ),
+        (
+            {"engine": "fsdp2", "ranks": 2, "reduce_dtype": "float16"},
+            "reduce_dtype='float16' of a mixed-precision policy is not forecast: float16 needs a loss that is scaled, "
+            "which nothing does there. Use one of float32, bfloat16, or None.",
+        ),
     ],
 )
 def test_a_setting_of_another_engine_is_refused(facts: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         Sharding(**facts)
+
+
+def test_a_policy_tells_the_dtypes_of_a_step_on_one_device_and_leaves_precision() -> None:
+    plain = Sharding(engine="fsdp2", ranks=2, shard_groups=("", "blocks.0"))
+    assert not plain.has_policy and plain.group_precision is None
+    plain.check_precision("bf16-mixed")
+    sums = replace(plain, reduce_dtype="bfloat16")
+    assert sums.has_policy and sums.group_precision is None  # the step itself is in the parameters' dtype
+    policy = replace(plain, param_dtype="bfloat16", reduce_dtype="float32")
+    assert policy.group_precision == GroupPrecision(groups=("", "blocks.0"), param_dtype="bfloat16")
+    policy.check_precision("32-true")
+    with pytest.raises(ConfigurationError, match=re.escape(
+        "precision='bf16-mixed' cannot be had with fully_shard's MixedPrecisionPolicy(param_dtype=bfloat16, "
+        "reduce_dtype=float32): both choose the dtypes of the computation, and 1 of them may. Leave precision out"
+    )):  # fmt: skip
+        policy.check_precision("bf16-mixed")

@@ -1,9 +1,10 @@
 """A run whose module ``fully_shard`` (FSDP2) spread over several devices: what was spread how, and when it exchanges.
 
 Adapter for private names of torch 2.9 to 2.13: ``FSDPModule._get_fsdp_state``, ``FSDPState._fsdp_param_group(s)``,
-``_modules``, ``_auto_reshard_after_forward`` and the lists of states to prefetch; ``FSDPParamGroup.mesh_info``,
-``post_forward_mesh_info``, ``fsdp_params``, ``offload_policy``, ``mp_policy`` and what its setters set;
-``FSDPParam.fsdp_placement`` and ``is_dtensor``. A test reads each of them from a module that is sharded for real.
+``_modules``, ``_mp_policy``, ``_auto_reshard_after_forward`` and the lists of states to prefetch;
+``FSDPParamGroup.mesh_info``, ``post_forward_mesh_info``, ``fsdp_params``, ``offload_policy``, ``mp_policy`` and what
+its setters set; ``FSDPParam.fsdp_placement`` and ``is_dtensor``. A test reads each of them from a module that is
+sharded for real.
 
 Every rank must run the same number of slices: gathering parameters is a collective of each forward and backward.
 """
@@ -11,15 +12,16 @@ Every rank must run the same number of slices: gathering parameters is a collect
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from lightning_memfit.apply.gradients import multiply_gradients
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import OptimizerImplementation
 from lightning_memfit.sharded_model import is_sharded, without_exchange
-from lightning_memfit.sharding import Sharding, Synchronisation
+from lightning_memfit.sharding import PolicyDtype, Sharding, Synchronisation
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -51,18 +53,12 @@ def sharding_of(module: nn.Module, *, synchronisation: Synchronisation = "slice"
     ranks = {group.mesh_info.shard_mesh_size for group in groups.values()}
     if len(ranks) != 1:
         raise UnsupportedError(f"fully_shard over {sorted(ranks)} ranks in one module is not forecast. Use one mesh.")
-    policies = {group.mp_policy for group in groups.values()}
+    policies = {state._mp_policy for state in parts.values()}
     if len(policies) > 1:
         raise UnsupportedError(
             f"fully_shard with {len(policies)} mixed-precision policies in one module is not forecast. Use one."
         )
-    policy = mixed_precision_of(module)
-    if policy is not None:
-        raise UnsupportedError(
-            f"fully_shard with MixedPrecisionPolicy(param_dtype={policy.param_dtype}, reduce_dtype="
-            f"{policy.reduce_dtype}) is not planned for: what one device would need in those dtypes is not known. "
-            "Leave the policy out, and use MemFit(precision='bf16-mixed')."
-        )
+    dtypes = _policy_dtypes(mixed_precision_of(module))
     kept = {name for name, state in parts.items() if _is_kept(state)} - {next(iter(parts))}
     inner = set(parts) - {next(iter(parts))}
     if kept and kept != inner:
@@ -76,16 +72,72 @@ def sharding_of(module: nn.Module, *, synchronisation: Synchronisation = "slice"
         synchronisation=synchronisation,
         shard_groups=tuple(parts),
         reshard_after_forward=not kept,
+        **dtypes,
     )
 
 
 def mixed_precision_of(module: nn.Module) -> Any:
     """The ``MixedPrecisionPolicy`` that a module was sharded with; ``None`` if it computes in its own dtype."""
     for state in _sharded_parts(module).values():
-        for group in _groups_of(state):
-            policy = group.mp_policy
-            return policy if policy.param_dtype or policy.reduce_dtype or policy.output_dtype else None
+        policy = state._mp_policy
+        return policy if policy.param_dtype or policy.reduce_dtype or policy.output_dtype else None
     return None
+
+
+def computing_dtype_of(module: nn.Module) -> Any:
+    """The dtype in which a policy of mixed precision lets a module compute, gradients added up included.
+
+    ``None`` without a policy; where it computes and adds up in two dtypes, the one of fewer digits.
+    """
+    policy = mixed_precision_of(module)
+    dtypes = [] if policy is None else [each for each in (policy.param_dtype, policy.reduce_dtype) if each is not None]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def _policy_dtypes(policy: Any) -> dict[str, Any]:
+    """The fields of a :class:`Sharding` that a policy fills.
+
+    Raises:
+        UnsupportedError: for a dtype that is not forecast, or inputs that are not cast.
+    """
+    if policy is None:
+        return {}
+    found = {name: getattr(policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
+    names = {name: None if dtype is None else str(dtype).removeprefix("torch.") for name, dtype in found.items()}
+    unknown = [f"{name}={names[name]}" for name in names if names[name] not in (None, *get_args(PolicyDtype))]
+    if unknown:
+        raise UnsupportedError(
+            f"fully_shard with MixedPrecisionPolicy({', '.join(unknown)}) is not planned for: float16 would need a "
+            "loss that is scaled, which Lightning does not do under ModelParallelStrategy, and other dtypes are not "
+            f"known. Use {' or '.join(f'torch.{name}' for name in get_args(PolicyDtype))}, or leave the dtype out."
+        )
+    if policy.param_dtype is not None and not policy.cast_forward_inputs:
+        raise UnsupportedError(
+            f"fully_shard with MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False) is "
+            "not planned for: in which dtype each group computes is then the module's own business. Leave "
+            "cast_forward_inputs=True, torch's default."
+        )
+    return names
+
+
+def reason_precision_kept(sharding: Sharding | None) -> str | None:
+    """Why precision is ``"32-true"`` under a mixed-precision policy; ``None`` without one."""
+    if sharding is None or not sharding.has_policy:
+        return None
+    return "fully_shard's MixedPrecisionPolicy chooses the dtypes; autocast on top of it would be another computation"
+
+
+def notes_on_policy(sharding: Sharding | None) -> tuple[str, ...]:
+    """What is in which dtype under a mixed-precision policy; nothing without one."""
+    if sharding is None or not sharding.has_policy:
+        return ()
+    computed = sharding.param_dtype or "the parameters' own dtype"
+    output = "" if sharding.output_dtype is None else f", outputs of groups cast to {sharding.output_dtype}"
+    return (
+        f"under fully_shard's MixedPrecisionPolicy parameters are gathered and computed with in {computed}{output}, "
+        f"and gradients added up over ranks in {sharding.reduce_dtype or computed}; shares of parameters, gradients "
+        "and optimizer states stay in the parameters' own dtype",
+    )
 
 
 def reason_states_not_quantised(sharding: Sharding | None) -> str | None:

@@ -13,6 +13,10 @@ The order in which torch 2.9 to 2.13 gathers, looks ahead, reduces and lets go
    added to the share that is there.
 5. When the backward is over, groups whose inputs need no gradient (the outermost among them) do 4., and the last
    buffer goes.
+6. Under a mixed-precision policy the rank's shares are cast in front of gathering, and go when it is done; the buffer
+   and the copies are of ``param_dtype``, and so are whole gradients. What they are reduced in is of ``reduce_dtype``,
+   and the share of the sums is cast to the parameters' own dtype. Whole gradients that wait are of ``reduce_dtype``:
+   behind the backward of a group those of its slice are cast to it, or added to those that wait.
 
 Compared with torch's own engine, followed on fakes, in ``tests/predict/test_fsdp2.py``.
 """
@@ -35,6 +39,7 @@ Collectives = Literal["nccl", "gloo"]
 torch's allocator."""
 
 _ADDED_BY_AUTOGRAD = "aten.add_.Tensor"
+_ADDED_TO_SUMS = "fsdp.add_to_sums"
 _AVERAGE_SCALAR_BYTES = 12  # gloo divides by the number of ranks: a number in float64 and in float32
 
 
@@ -49,9 +54,10 @@ def fsdp2_timeline(
     """The step of the first rank, which holds most where rows cannot be divided evenly.
 
     Args:
-        timeline: one optimizer step of the whole module on one device. Its optimizer's step is of whole parameters; it
-            is left out where ``optimizer_step`` is given.
-        sharding: ranks, groups, ``reshard_after_forward``, and when gradients are exchanged.
+        timeline: one optimizer step of the whole module on one device, in the dtypes of the policy: see
+            :attr:`StepProgram.group_precision`. Its optimizer's step is of whole parameters; it is left out where
+            ``optimizer_step`` is given.
+        sharding: ranks, groups, ``reshard_after_forward``, the policy's dtypes, and when gradients are exchanged.
         optimizer_step: the optimizer's step over one rank's shares, traced alone.
         collectives: what exchanges between ranks.
         slices_per_batch: slices of one Lightning batch; by default all of the window. It matters where gradients are
@@ -61,9 +67,11 @@ def fsdp2_timeline(
         UnsupportedError: if the sharding is none of FSDP2, the timeline does not tell its parameters, or one of them
             cannot be divided.
 
-    Ignores: a mixed-precision policy of torch's (autocast is in the timeline already); groups of several modules; a
-    block that is called several times in a row, which counts as one call, so that a rank may need less by what is
-    gathered of one block; that clipping works on shares; tensors of some bytes with which torch describes the ranks.
+    Ignores: groups of several modules; a block that is called several times in a row, which counts as one call, so that
+    a rank may need less by what is gathered of one block; that the state of the random generator that is restored for a
+    block that is recomputed (5,056 bytes) comes behind the exchange of the block before it; that a ``training_step``
+    which calls its own module is two forwards of the root for torch, with no block fetched ahead for the second: a rank
+    may need less by one; that clipping works on shares; tensors of some bytes with which torch describes the ranks.
     On a GPU, that torch gathers and reduces on streams of their own: what one stream frees, another cannot take at
     once, so that more may be reserved. None of this has been compared with a GPU.
     """
@@ -71,7 +79,7 @@ def fsdp2_timeline(
         raise UnsupportedError(f"{sharding.label} is not FSDP2.")
     if not timeline.parameters:
         raise UnsupportedError("The step does not tell its parameters, so that they cannot be divided.")
-    groups = shard_groups(timeline, sharding.shard_groups, sharding.ranks)
+    groups = shard_groups(timeline, sharding)
     window = timeline if optimizer_step is None else with_optimizer_step(timeline, optimizer_step)
     shares = shares_by_storage(timeline, groups)
     per_batch = slices_per_batch or timeline.micro_steps
@@ -100,6 +108,24 @@ def fsdp2_timeline(
     )
 
 
+def _copied_in(sent: Sequence[ShardedParameter], *, waited: bool) -> int:
+    """What a host takes to copy whole gradients into the buffer in which they are sent.
+
+    Those whose rows cannot be divided evenly are filled up in copies, all at once; where the buffer is of another
+    dtype, each in turn is copied once more.
+
+    Source: measured with a counting allocator on torch 2.13: ``torch.ops.fsdp.chunk_cat``.
+
+    Args:
+        sent: of the parameters that have a gradient.
+        waited: whether gradients are of the buffer's dtype already, since they waited in it.
+    """
+    sizes = [each.sent_bytes if waited else each.whole_bytes for each in sent]
+    filled_up = sum(size for each, size in zip(sent, sizes, strict=True) if each.is_filled_up)
+    is_cast = any(size != each.sent_bytes for each, size in zip(sent, sizes, strict=True))
+    return filled_up + (max(sizes) if is_cast else 0)
+
+
 @dataclass(kw_only=True)
 class _State:
     """Of one group, as the step goes."""
@@ -112,6 +138,8 @@ class _State:
     """Places of its forwards in their order, whose backwards are to come."""
     shares: dict[int, int] = field(default_factory=dict)
     """By parameter: storage of the rank's share of its gradient in this window."""
+    sums: dict[int, int] = field(default_factory=dict)
+    """By parameter: storage of its whole gradient in ``reduce_dtype``, while it waits to be exchanged."""
     in_backward: bool = False
 
 
@@ -133,7 +161,8 @@ class _Rank:
         self._states = {group.name: _State() for group in groups}
         self._ranks = sharding.ranks
         self._reshards = sharding.reshard_after_forward
-        self._copies_inside = collectives == "gloo" and sharding.ranks > 1
+        self._is_on_a_host = collectives == "gloo"
+        self._copies_inside = self._is_on_a_host and sharding.ranks > 1
         self._next = 1 + max([*(r.storage for r in window.residents), *window.categories], default=0)
         self._old = {resident.storage for resident in window.residents}
         self._phase: Phase = "forward"
@@ -147,6 +176,7 @@ class _Rank:
         self._held_whole: set[int] = set()
         self._defers = sharding.synchronisation == "step" and slices_per_batch > 1
         self._earlier_batches = self._defers and window.micro_steps > slices_per_batch
+        self._adds_up_apart = self._defers and sharding.reduce_dtype not in (None, sharding.param_dtype)
 
     # Events of the step of one device
 
@@ -182,7 +212,7 @@ class _Rank:
 
     def _is_added_elsewhere(self, event: Operation) -> bool:
         """Whether autograd adds a gradient to that of an earlier slice: whole ones are not there, shares are added."""
-        if event.op != _ADDED_BY_AUTOGRAD or event.outputs or self._defers:
+        if event.op != _ADDED_BY_AUTOGRAD or event.outputs or (self._defers and not self._adds_up_apart):
             return False
         into = [each for each in event.reads if each in self._window.gradient_of and each not in self._old]
         added = [each for each in event.reads if each not in self._window.gradient_of]
@@ -255,27 +285,55 @@ class _Rank:
 
     def _end_group(self, group: ShardGroup) -> None:
         self._states[group.name].in_backward = False
+        self._add_to_sums(group)
         self._let_go(group)
         if not self._is_exchanging():
+            self._begin_sums(group)
             return
         if self._reduced is not None:
             self._free(self._reduced)
             self._reduced = None
-        sent = [each for each in group.parameters if each.index in self._whole]
+        sums = self._states[group.name].sums
+        sent = [each for each in group.parameters if each.index in self._whole or each.index in sums]
         if sent:
             self._reduce(group, sent)
 
+    def _add_to_sums(self, group: ShardGroup) -> None:
+        """Gradients of this slice are added to those that wait in another dtype, and go."""
+        sums = self._states[group.name].sums
+        for each in group.parameters:
+            if each.index in sums and each.index in self._whole:
+                if self._is_on_a_host:  # where operands of two dtypes are made equal first
+                    self._use(_ADDED_TO_SUMS, each.sum_bytes, group)
+                self._free(self._whole.pop(each.index))
+
+    def _begin_sums(self, group: ShardGroup) -> None:
+        """The first gradients that wait are cast to the dtype in which they are added up."""
+        if not self._adds_up_apart:
+            return
+        sums = self._states[group.name].sums
+        for each in group.parameters:
+            if each.index in self._whole:
+                sums[each.index] = self._allocate("fsdp.wait", each.sum_bytes, "gradients", group)
+                self._free(self._whole.pop(each.index))
+
     def _reduce(self, group: ShardGroup, sent: Sequence[ShardedParameter]) -> None:
-        size = sum(each.whole_bytes for each in sent)
+        size, sums = sum(each.sent_bytes for each in sent), self._states[group.name].sums
         self._reduced = self._allocate("fsdp.reduce_scatter", size, "communication", group)
-        if self._copies_inside or self._ranks == 1:
-            self._use("fsdp.chunk_cat", sum(each.whole_bytes for each in sent if each.is_filled_up), group)
-        for each in sent:
-            whole = self._whole.pop(each.index)
-            self._free(whole)
+        if self._is_on_a_host:
+            self._use("fsdp.chunk_cat", _copied_in(sent, waited=bool(sums)), group)
+        whole = [sums.pop(each.index) if each.index in sums else self._whole.pop(each.index) for each in sent]
+        # Of the loop over them, which is over, torch holds the last one until it returns.
+        held = [whole.pop()] if self._ranks > 1 else []
+        self._free_all(whole)
         share = self._allocate("fsdp.reduce_scatter", size // self._ranks, "gradients", group)
         if self._copies_inside:
             self._use("gloo", size + _AVERAGE_SCALAR_BYTES, group)
+        own = sum(each.share_bytes for each in sent)
+        if own != size // self._ranks:  # added up in another dtype
+            reduced, share = share, self._allocate("fsdp.cast", own, "gradients", group)
+            self._free(reduced)
+        self._free_all(held)
         shares = self._states[group.name].shares
         if self._earlier_batches or all(each.index in shares for each in sent):
             self._free(share)
@@ -306,9 +364,11 @@ class _Rank:
         if state.copies or state.buffer is not None or not group.parameters:
             return
         size = group.whole_bytes if self._ranks > 1 else 0
+        cast = self._cast(group.cast_bytes if self._ranks > 1 else 0, group)
         state.buffer = self._allocate("fsdp.all_gather", size, "communication", group)
         if self._copies_inside:
             self._use("gloo", size, group)
+        self._free_all(cast)
 
     def _copy_out(self, group: ShardGroup, *, keeps_buffer: bool) -> None:
         state = self._states[group.name]
@@ -317,20 +377,27 @@ class _Rank:
         if keeps_buffer and self._kept_buffer is not None:
             self._free(self._kept_buffer)
             self._kept_buffer = None
-        state.copies = [
-            self._allocate("fsdp.split_with_sizes_copy", each.whole_bytes, "communication", group)
-            for each in group.parameters
-        ]
+        casts: list[int] = []
+        for each in group.parameters:
+            if self._ranks == 1:  # nothing was gathered: each is cast by itself, and goes when the next one is there
+                cast = self._cast(each.cast_bytes, group)
+                self._free_all(casts)
+                casts = cast
+            copy = self._allocate("fsdp.split_with_sizes_copy", each.whole_bytes, "communication", group)
+            state.copies.append(copy)
+        self._free_all(casts)
         if keeps_buffer:
             self._kept_buffer = state.buffer
         else:
             self._free(state.buffer)
         state.buffer = None
 
+    def _cast(self, num_bytes: int, group: ShardGroup) -> list[int]:
+        return [self._allocate("fsdp.cast", num_bytes, "communication", group)] if num_bytes else []
+
     def _let_go(self, group: ShardGroup) -> None:
         state = self._states[group.name]
-        for storage in state.copies:
-            self._free(storage)
+        self._free_all(state.copies)
         state.copies = []
 
     def _around(self, event: Operation) -> list[ShardGroup]:
@@ -356,6 +423,10 @@ class _Rank:
 
     def _free(self, storage: int) -> None:
         self.events.append(Free(storage, self._phase))
+
+    def _free_all(self, storages: Sequence[int]) -> None:
+        for storage in storages:
+            self._free(storage)
 
     def _use(self, op: str, num_bytes: int, group: ShardGroup) -> None:
         if num_bytes:

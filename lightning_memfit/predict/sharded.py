@@ -10,7 +10,7 @@ from lightning_memfit.predict.ddp import ddp_timeline, parameter_bytes
 from lightning_memfit.predict.fsdp2 import fsdp2_timeline
 from lightning_memfit.predict.module_calls import with_module_calls
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost, moved, renumbered, with_optimizer_step
-from lightning_memfit.predict.shares import shares_of
+from lightning_memfit.predict.shares import computing_layouts, shares_of
 from lightning_memfit.predict.step_writer import Memory
 from lightning_memfit.predict.variants import OneRank, StepVariants, Variant
 from lightning_memfit.predict.zero import zero_timeline
@@ -106,7 +106,8 @@ _NOTHING = Timeline(
 def of_one_device(candidate: Candidate) -> Candidate:
     """The candidate whose slices are followed on one device: as it is, unless its engine computes otherwise.
 
-    DeepSpeed runs forward and backward in 16 bits where Lightning's precision is a mixed one.
+    DeepSpeed runs forward and backward in 16 bits where Lightning's precision is a mixed one. What a policy of FSDP2
+    makes of the step is no precision: :attr:`~lightning_memfit.sharding.Sharding.group_precision` has it.
 
     Source: ``lightning/pytorch/strategies/deepspeed.py``, 2.6, ``_format_precision_config``; deepspeedai/DeepSpeed
     ``runtime/engine.py``, 0.19: ``module.bfloat16()``, ``module.half()``.
@@ -181,8 +182,9 @@ def estimated_memory(
     if offload != "never":
         step = replace(step, states_bytes=0, memory=replace(step.memory, peak_allocated_bytes=0, by_category={}))
     shares = shares_of(parameters, sharding, offload=offload, micro_steps=variant.micro_steps)
-    whole = sum(map(parameter_bytes, parameters))
-    gradients = sum(parameter_bytes(parameter) for parameter in parameters if parameter.trainable)
+    computing = computing_layouts(parameters, sharding)
+    whole = sum(map(parameter_bytes, computing))
+    gradients = sum(parameter_bytes(parameter) for parameter in computing if parameter.trainable)
     added: dict[Phase, tuple[Category, int]] = {
         "forward": ("communication", shares.forward_bytes),
         "zero_grad": ("communication", shares.forward_bytes),

@@ -6,11 +6,12 @@ the timeline of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_memfit.plan import Offload
 from lightning_memfit.predict.ddp import bucket_sizes, elements_of, item_bytes, parameter_bytes
+from lightning_memfit.predict.shard_groups import computing_dtype, innermost, reducing_dtype
 from lightning_memfit.predict.zero_layout import ZeroSettings
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.timeline import ParameterLayout
@@ -49,7 +50,7 @@ def shares_of(
     """What one rank holds.
 
     Args:
-        parameters: of the module, in its dtype of the forward.
+        parameters: of the module, in its dtype of the forward; under a policy of FSDP2, in their own.
         sharding: how it is spread.
         offload: what lies in the host's memory.
         micro_steps: slices per optimizer step on one rank.
@@ -79,26 +80,55 @@ def _of_fsdp2(parameters: Sequence[ParameterLayout], sharding: Sharding, micro_s
     1. In the forward a gathered group stands beside the buffer that it was gathered in; the root stays gathered.
     2. In the backward the group before it is gathered meanwhile, the group's gradients are whole, and those of the one
        before are being exchanged. The root's gradients come when activations are gone: they are not counted.
-    3. Where gradients are exchanged once per step, the slices before the last keep whole ones.
+    3. Where gradients are exchanged once per step, the slices before the last keep whole ones, in the dtype in which
+       they are added up; where that is another than the computing one, those of a group's slice are there beside them.
+    4. Under a mixed-precision policy the rank's share of a group is cast while the group is gathered.
 
     Source: pytorch/pytorch ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, 2.13: ``wait_for_unshard``,
     ``post_backward``; ``_fsdp_state.py``: the root is not resharded after its forward.
     """
     ranks = sharding.ranks
-    groups = groups_of(parameters, sharding.shard_groups)
+    computing, reducing = computing_layouts(parameters, sharding), reducing_layouts(parameters, sharding)
+    groups, sent = groups_of(computing, sharding.shard_groups), groups_of(reducing, sharding.shard_groups)
     root = sum(map(parameter_bytes, groups.get("", ())))
     members = [group for name, group in groups.items() if name]
     gathered, next_gathered = _two_largest(sum(map(parameter_bytes, group)) for group in members)
-    unreduced, next_unreduced = _two_largest(_gradients(group) for group in members)
+    cast = -(-max(root, gathered) // ranks) if computing != list(parameters) else 0
+    unreduced = max((_gradients(group) for group in members), default=0)
+    _, next_reduced = _two_largest(_gradients(group) for name, group in sent.items() if name)
     if not sharding.reshard_after_forward:
-        root, gathered, next_gathered = sum(map(parameter_bytes, parameters)), 0, 0
-    undivided = _gradients(parameters) if micro_steps > 1 and sharding.synchronisation == "step" else 0
+        root, gathered, next_gathered = sum(map(parameter_bytes, computing)), 0, 0
+    waiting = micro_steps > 1 and sharding.synchronisation == "step"
+    undivided = _gradients(reducing) if waiting else 0
+    if undivided and reducing != computing:
+        undivided += unreduced
     return Shares(
         parameters_bytes=sum(shard_bytes(parameter, ranks) for parameter in parameters),
         gradients_bytes=sum(shard_bytes(parameter, ranks) for parameter in parameters if parameter.trainable),
-        forward_bytes=root + 2 * gathered,
-        backward_bytes=root + gathered + next_gathered + max(unreduced + next_unreduced, undivided),
+        forward_bytes=root + 2 * gathered + cast,
+        backward_bytes=root + gathered + next_gathered + cast + max(unreduced + next_reduced, undivided),
     )
+
+
+def computing_layouts(parameters: Iterable[ParameterLayout], sharding: Sharding) -> list[ParameterLayout]:
+    """The same parameters in the dtypes in which forward and backward have them, and so whole gradients."""
+    return _in_groups(parameters, sharding, computing_dtype)
+
+
+def reducing_layouts(parameters: Iterable[ParameterLayout], sharding: Sharding) -> list[ParameterLayout]:
+    """The same parameters in the dtypes in which their gradients are added up over ranks."""
+    return _in_groups(parameters, sharding, reducing_dtype)
+
+
+def _in_groups(
+    parameters: Iterable[ParameterLayout], sharding: Sharding, dtype: Callable[[ParameterLayout, Sharding], str]
+) -> list[ParameterLayout]:
+    if not sharding.has_policy:
+        return list(parameters)
+    return [
+        each if innermost(each.name, sharding.shard_groups) is None else each._replace(dtype=dtype(each, sharding))
+        for each in parameters
+    ]
 
 
 def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload: Offload, micro_steps: int) -> Shares:
@@ -183,13 +213,13 @@ def exchanged_bytes(
     1. DDP: an all-reduce of the gradients. ZeRO-1: one of each optimizer step, as a reduce-scatter of gradients and an
        all-gather of parameters; ZeRO-2 reduces after every slice.
     2. ZeRO-3 and FSDP2: parameters are gathered in every forward and in every backward, gradients reduced after every
-       slice, or after the last.
+       slice, or after the last; under a policy of FSDP2 each in its dtype.
 
     Source: Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations (JPDC 69/2, 2009);
     Rajbhandari et al., ZeRO (arXiv 1910.02054), section 7.
 
     Args:
-        parameters: of the module, in its dtype of the forward.
+        parameters: of the module, in its dtype of the forward; under a policy of FSDP2, in their own.
         sharding: how it is spread.
         micro_steps: slices per optimizer step on one rank.
 
@@ -198,7 +228,8 @@ def exchanged_bytes(
     """
     if sharding is None:
         return None
-    whole, gradients = sum(map(parameter_bytes, parameters)), _gradients(parameters)
+    whole = sum(map(parameter_bytes, computing_layouts(parameters, sharding)))
+    gradients = _gradients(reducing_layouts(parameters, sharding))
     exchanges = micro_steps if sharding.synchronisation == "slice" or sharding.zero_stage in (2, 3) else 1
     if sharding.engine == "ddp":
         total = 2 * gradients * exchanges

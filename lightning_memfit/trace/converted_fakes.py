@@ -27,7 +27,7 @@ class ConvertedFakes(FakeTensors):
         return self._floating if tensor.is_floating_point() else tensor.dtype
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.dtype is self._floating:
+        if self._dtype_of(tensor) is tensor.dtype:
             return super()._plain(tensor)
         storage = tensor.untyped_storage()
         flat = self._storages.get(storage._cdata)

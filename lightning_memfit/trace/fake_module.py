@@ -55,6 +55,14 @@ class FakeTensors:
             self._originals.append(tensor)  # keeps the id taken
         return fake
 
+    @property
+    def dtypes_at_rest(self) -> dict[int, torch.dtype]:
+        """By ``id`` of the fake: the dtype that the engine of a spread step keeps a parameter in, where it is another.
+
+        None here; see :class:`~lightning_memfit.trace.group_precision.GroupFakes`.
+        """
+        return {}
+
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every original with its fake."""
         return [(original, self._fakes[id(original)]) for original in self._originals]

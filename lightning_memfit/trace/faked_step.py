@@ -206,11 +206,12 @@ def _layout(whole: torch.Tensor) -> GradientLayout:
     return GradientLayout(dtype, tuple(gradient.size()), tuple(gradient.stride()))
 
 
-def parameter_layouts(tracer: StepTracer, module: nn.Module) -> tuple[ParameterLayout, ...]:
-    """The parameters of a module whose storages the tracer follows."""
-    found = []
+def parameter_layouts(tracer: StepTracer, module: nn.Module, fakes: FakeTensors) -> tuple[ParameterLayout, ...]:
+    """The parameters of a module whose storages the tracer follows, in the dtypes that they are kept in."""
+    found, at_rest = [], fakes.dtypes_at_rest
     for name, parameter in module.named_parameters():
-        storage, dtype = tracer.number_of(parameter), str(parameter.dtype).removeprefix("torch.")
+        storage = tracer.number_of(parameter)
+        dtype = str(at_rest.get(id(parameter), parameter.dtype)).removeprefix("torch.")
         if storage is not None:
             size = tuple(held_part(parameter).size())
             found.append(ParameterLayout(name, storage, dtype, size, parameter.requires_grad))

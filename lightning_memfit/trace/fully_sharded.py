@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memfit.sharded_model import group_modules, run_as_forward, run_steps_as_forward, shard_one
+from lightning_memfit.sharded_model import group_modules, policy_of, run_as_forward, run_steps_as_forward, shard_one
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.collectives import Collectives
 from lightning_memfit.trace.fake_ranks import fake_ranks
@@ -25,9 +25,7 @@ from lightning_memfit.trace.whole_module import leave
 
 
 @contextmanager
-def fully_sharded(
-    module: nn.Module, sharding: Sharding, tracer: StepTracer, *, mixed_precision: Any = None
-) -> Iterator[None]:
+def fully_sharded(module: nn.Module, sharding: Sharding, tracer: StepTracer) -> Iterator[None]:
     """Within this context the module, whose parameters are whole fakes, is sharded over fake ranks.
 
     Enter it within :func:`~lightning_memfit.trace.faked_step.faked_step`, which puts back what the modules'
@@ -35,9 +33,8 @@ def fully_sharded(
 
     Args:
         module: the root of the names in ``sharding.shard_groups``.
-        sharding: over how many ranks, in which groups.
+        sharding: over how many ranks, in which groups, under which mixed-precision policy.
         tracer: is told of storages that are resized, and of what collectives take.
-        mixed_precision: torch's ``MixedPrecisionPolicy``; ``None`` for none.
 
     Raises:
         ConfigurationError: if there is no module of a group's name, or no groups.
@@ -54,7 +51,10 @@ def fully_sharded(
         for group in groups:
             ending.callback(leave, group, type(group))
             shard_one(
-                group, mesh, reshard_after_forward=sharding.reshard_after_forward, mixed_precision=mixed_precision
+                group,
+                mesh,
+                reshard_after_forward=sharding.reshard_after_forward,
+                mixed_precision=policy_of(sharding),
             )
         if tracer.registered_methods is None:
             run_steps_as_forward(module)

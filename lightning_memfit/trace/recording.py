@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.plan import Phase
-from lightning_memfit.trace.converted_fakes import fakes_in
-from lightning_memfit.trace.fake_module import new_fake_mode
 from lightning_memfit.trace.faked_step import (
     TracingObserver,
     add_batch_residents,
@@ -26,6 +24,7 @@ from lightning_memfit.trace.faked_step import (
     parameter_layouts,
 )
 from lightning_memfit.trace.followed_blocks import FollowedBlocks
+from lightning_memfit.trace.group_precision import cast_between_groups, fakes_under
 from lightning_memfit.trace.saved_tensors import SavedTensorTracer
 from lightning_memfit.trace.step_program import StepProgram, kept_beside_loss, run_window
 from lightning_memfit.trace.step_record import StepRecord
@@ -64,9 +63,9 @@ def record_window(
     """
     module = program.module
     parts = slices_of(batch)  # for real: a function of the user's may need values
-    fakes = fakes_in(new_fake_mode(), floating)
+    fakes = fakes_under(module, program.group_precision, floating)
     tracer = SavedTensorTracer(names_of(module), collect_signatures=collect_signatures, rules=program.rules)
-    with faked_step(module, fakes, tracer):
+    with faked_step(module, fakes, tracer), cast_between_groups(module, program.group_precision, tracer):
         parameters = list(module.parameters())
         with tracer.not_recording():
             waiting = batch if waiting_batch is None else waiting_batch
@@ -79,7 +78,7 @@ def record_window(
         add_module_residents(tracer, module)
         owned = _add_gradients(tracer, parameters)
         tracer.note_gradients(parameters)
-        parameter_facts = parameter_layouts(tracer, module)
+        parameter_facts = parameter_layouts(tracer, module, fakes)
         add_batch_residents(tracer, batches)
         followed = FollowedBlocks(tracer, module, blocks, without_caches=without_caches)
         observer = _RecordingObserver(tracer, parameters)

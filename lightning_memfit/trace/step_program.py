@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_memfit.errors import ConfigurationError, TraceError, users_errors_as
 from lightning_memfit.plan import Phase
+from lightning_memfit.sharding import GroupPrecision
 from lightning_memfit.trace.cpu_rules import CpuRules
 from lightning_memfit.trace.device_rules import DeviceRules
 from lightning_memfit.trace.tensors import tensors_in
@@ -49,6 +50,8 @@ class StepProgram:
     """Scales the loss in front of the backward, as mixed precision with ``float16`` does."""
     rules: DeviceRules = field(default_factory=CpuRules)
     """How the device computes that the step is followed for."""
+    group_precision: GroupPrecision | None = None
+    """Dtypes that a policy of FSDP2 gives the step on one device; an engine that is followed itself has its own."""
 
 
 class StepObserver(Protocol):

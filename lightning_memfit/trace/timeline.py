@@ -138,7 +138,7 @@ class ParameterLayout(NamedTuple):
     storage: int
     """Number of its storage, one of :attr:`Timeline.residents`."""
     dtype: str
-    """torch's name of the dtype, such as ``"float32"``."""
+    """torch's name of the dtype that it is kept in, such as ``"float32"``; a policy of FSDP2 computes in another."""
     size: tuple[int, ...]
     """Size of each dimension."""
     trainable: bool

@@ -411,6 +411,30 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.calls.append(ModuleCall(name, self.micro_step, first_event, len(self.events), outputs, recomputed))
 
     @contextmanager
+    def beside_the_call(self) -> Iterator[None]:
+        """Operators within belong to what calls the module that is being entered: a hook in front of its forward."""
+        entered = [self._module_stack.pop()] if self._module_stack else []
+        self._note_start()
+        try:
+            yield
+        finally:
+            self._module_stack += entered
+            self._note_start()
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Operators within belong to a module of this name, which is called by another method than its forward."""
+        first_event = len(self.events)
+        self._module_stack.append(name)
+        self._note_start()
+        try:
+            yield
+        finally:
+            self._module_stack.pop()
+            self._note_start()
+            self._note_call(name, first_event, None)
+
+    @contextmanager
     def following_modules(self) -> Iterator[None]:
         """Keep track of the module that is being called, by global forward hooks that are removed at the end."""
         starts: list[int] = []

@@ -11,8 +11,7 @@ import torch
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.sharded_model import without_exchange
 from lightning_memfit.sharding import Sharding
-from lightning_memfit.trace.converted_fakes import fakes_in
-from lightning_memfit.trace.fake_module import new_fake_mode
+from lightning_memfit.trace.fake_module import FakeTensors
 from lightning_memfit.trace.faked_step import (
     TracingObserver,
     add_batch_residents,
@@ -27,6 +26,7 @@ from lightning_memfit.trace.faked_step import (
     timeline_of,
 )
 from lightning_memfit.trace.fully_sharded import fully_sharded
+from lightning_memfit.trace.group_precision import cast_between_groups, fakes_under
 from lightning_memfit.trace.step_program import (
     LossFunction,
     OptimizerFactory,
@@ -67,7 +67,6 @@ def trace_window(
     floating: torch.dtype | None = None,
     steps: bool = True,
     sharding: Sharding | None = None,
-    mixed_precision: Any = None,
 ) -> Timeline:
     """Follow one optimizer step on fakes.
 
@@ -87,30 +86,33 @@ def trace_window(
         collect_signatures: keep the distinct operator calls for probing.
         floating: the module and the batch have this floating dtype, whatever they have now.
         steps: whether the optimizer steps at the end; if not, the only states are those made with the optimizer.
-        sharding: follow what the first rank does of a step that ``fully_shard`` spreads over several.
-        mixed_precision: the ``MixedPrecisionPolicy`` that ``fully_shard`` is given then; ``None`` for none.
+        sharding: follow what the first rank does of a step that ``fully_shard`` spreads over several, under the
+            policy of mixed precision that it names; without it, that of the program holds.
 
     Raises:
         TraceError: if the step needs values (boolean masks, ``nonzero``, ``.numpy()``) or raises for another reason.
     """
     parts = divide(batch)  # for real: a function of the user's may need values
-    fakes = fakes_in(new_fake_mode(), floating)
+    precision = program.group_precision if sharding is None else None
+    fakes = fakes_under(program.module, precision, floating)
     tracer = StepTracer(names_of(program.module), collect_signatures=collect_signatures, rules=program.rules)
     with ExitStack() as ending:
         ending.enter_context(faked_step(program.module, fakes, tracer))
         with tracer.not_recording():
             if sharding is not None:
-                ending.enter_context(fully_sharded(program.module, sharding, tracer, mixed_precision=mixed_precision))
+                ending.enter_context(fully_sharded(program.module, sharding, tracer))
+            ending.enter_context(cast_between_groups(program.module, precision, tracer))
             waiting = batch if waiting_batch is None else waiting_batch
             batches = fake_batches(fakes, batch, waiting, resident_batches, floating)
             slices = [fakes.of_batch(part) for part in parts]
             tracer.known.tell(fakes.pairs())
-        return _traced(program, tracer, batches, slices, micro_steps or len(slices), steps, sharding)
+        return _traced(program, tracer, fakes, batches, slices, micro_steps or len(slices), steps, sharding)
 
 
 def _traced(
     program: StepProgram,
     tracer: StepTracer,
+    fakes: FakeTensors,
     batches: Sequence[Any],
     slices: Sequence[Any],
     micro_steps: int,
@@ -138,7 +140,7 @@ def _traced(
         end = gradients if id(parameter) in has_states else len(tracer.residents)
         owned[id(parameter)] = {resident.storage for resident in tracer.residents[before:end]}
     tracer.note_gradients(parameters)
-    layouts = parameter_layouts(tracer, program.module)
+    layouts = parameter_layouts(tracer, program.module, fakes)
     if steps:
         tracer.add_residents(states_of(optimizer), "optimizer_states")  # and what it keeps beside its states
     add_batch_residents(tracer, [*batches, *slices])

@@ -92,6 +92,7 @@ def check_splittable(
     compared_samples: int = _SAMPLES,
     sums: bool = False,
     gradients: bool = False,
+    computed_in: torch.dtype | None = None,
 ) -> SplitVerdict:
     """Compare the loss of some samples with the weighted mean over their halves (of four: two and two).
 
@@ -111,6 +112,8 @@ def check_splittable(
         compared_samples: how many of them are compared with their halves; at most all.
         sums: the loss is a sum over samples, and losses of slices are added.
         gradients: compare the gradient of every parameter, too.
+        computed_in: dtype of forward and backward, where neither loss nor parameters tell it: that of a mixed-precision
+            policy of ``fully_shard``.
 
     What the step changes by itself, run after run (a teacher's moving average, a queue, a counter among the buffers),
     is a difference, too: slices would change it once each.
@@ -129,7 +132,10 @@ def check_splittable(
         if samples == 1:
             return SplitVerdict(exact=True, reason="A batch of one sample is never sliced.")
         whole, parts = _parts(batch, samples, min(compared_samples, samples), split_by_sizes, weights)
-        return _Comparison(module, training_step, whole, parts, sums=sums, gradients=gradients).verdict(join)
+        comparison = _Comparison(
+            module, training_step, whole, parts, sums=sums, gradients=gradients, computed_in=computed_in
+        )
+        return comparison.verdict(join)
     except BatchStructureError as error:
         return SplitVerdict(exact=False, reason=str(error))
 
@@ -168,6 +174,7 @@ class _Comparison:
     _: KW_ONLY
     sums: bool
     gradients: bool
+    computed_in: torch.dtype | None
 
     def verdict(self, join: Join) -> SplitVerdict:
         verdict, outputs = self._of_losses(evaluating=True)
@@ -208,7 +215,7 @@ class _Comparison:
             return _inexact(
                 f"The loss is not finite (undivided, repeated, slices: {shown}): nothing can be compared"
             ), []
-        tolerance = _tolerance(first) * max(abs(reference), torch.finfo(torch.float32).tiny)
+        tolerance = _tolerance(first, self.computed_in) * max(abs(reference), torch.finfo(torch.float32).tiny)
         if abs(reference - again) > tolerance:
             return _inexact(
                 f"The loss is not deterministic: cannot be compared. The same {whole.samples} samples gave "
@@ -250,6 +257,8 @@ class _Comparison:
             return None
         first, again, *of_parts = sketches
         dtypes = {_dtype(ran[0].output), *(each.dtype for each in self.module.parameters() if each.requires_grad)}
+        if self.computed_in is not None:
+            dtypes.add(self.computed_in)
         eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         return differing_gradient(first, again, of_parts, shares, eps)
 
@@ -316,9 +325,10 @@ def _extras(output: Any) -> Any:
     return {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
 
 
-def _tolerance(output: Any) -> float:
+def _tolerance(output: Any, computed_in: torch.dtype | None) -> float:
     """Relative tolerance of a comparison; wider where the loss is computed in less than float32."""
-    return max(_RELATIVE_TOLERANCE, 4 * torch.finfo(_dtype(output)).eps)
+    dtypes = [_dtype(output)] if computed_in is None else [_dtype(output), computed_in]
+    return max(_RELATIVE_TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _dtype(output: Any) -> torch.dtype:

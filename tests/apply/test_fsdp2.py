@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,15 +17,18 @@ from torch.distributed.tensor import Shard
 from lightning_memfit.apply.fsdp2 import (
     Fsdp2Exchange,
     check_steppable,
+    computing_dtype_of,
     deferred_bytes,
     is_fully_sharded,
     mixed_precision_of,
+    notes_on_policy,
+    reason_precision_kept,
     reason_states_not_quantised,
     sharding_of,
     steppable_implementations,
 )
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
-from lightning_memfit.sharded_model import fully_shard
+from lightning_memfit.sharded_model import fully_shard, policy_of
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.fake_ranks import fake_ranks
 
@@ -69,6 +73,32 @@ def test_a_policy_of_mixed_precision_is_told_and_none_where_nothing_is_mixed(mes
     plain = fully_shard(blocks(), mesh=mesh)
     mixed = fully_shard(blocks(), mesh=mesh, mixed_precision=BF16)
     assert mixed_precision_of(plain) is None and mixed_precision_of(mixed) == BF16
+    told = sharding_of(mixed)
+    assert told is not None and told.param_dtype == "bfloat16" and told.reduce_dtype == "float32"
+    assert policy_of(told) == BF16
+    without_parameters = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))  # in the root
+    assert sharding_of(fully_shard(without_parameters, mesh=mesh, mixed_precision=BF16)) == replace(
+        told, shard_groups=("", "0", "1")
+    )
+
+
+def test_a_policy_leaves_precision_and_says_what_is_in_which_dtype(mesh: DeviceMesh) -> None:
+    for plain in (None, sharding_of(fully_shard(blocks(), mesh=mesh))):
+        assert reason_precision_kept(plain) is None and not notes_on_policy(plain)
+    mixed = sharding_of(fully_shard(blocks(), mesh=mesh, mixed_precision=BF16))
+    assert reason_precision_kept(mixed) == (
+        "fully_shard's MixedPrecisionPolicy chooses the dtypes; autocast on top of it would be another computation"
+    )
+    assert notes_on_policy(mixed) == (
+        "under fully_shard's MixedPrecisionPolicy parameters are gathered and computed with in bfloat16, and gradients "
+        "added up over ranks in float32; shares of parameters, gradients and optimizer states stay in the parameters' "
+        "own dtype",
+    )
+    assert mixed is not None
+    (said,) = notes_on_policy(replace(mixed, param_dtype=None, reduce_dtype="bfloat16", output_dtype="float32"))
+    assert "in the parameters' own dtype, outputs of groups cast to float32, and gradients added up" in said
+    assert computing_dtype_of(fully_shard(blocks(), mesh=mesh, mixed_precision=BF16)) is torch.bfloat16
+    assert computing_dtype_of(fully_shard(blocks(), mesh=mesh)) is None
 
 
 def by_hand(module: nn.Sequential, mesh: DeviceMesh, **of_first: Any) -> nn.Sequential:
@@ -107,8 +137,13 @@ REFUSED: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     r"'': which groups are fetched ahead|'0': which groups are fetched ahead was set by hand": prefetching,
     r"'1': resharding after, or gathering in, the backward was switched off": kept_in_backward,
     r"2 modules are one group": grouped,
-    r"param_dtype=torch.bfloat16, reduce_dtype=torch.float32\) is not planned for": lambda mesh: fully_shard(
-        blocks(), mesh=mesh, mixed_precision=BF16
+    r"MixedPrecisionPolicy\(param_dtype=float16\) is not planned for: float16 would need a loss that is scaled": (
+        lambda mesh: fully_shard(
+            blocks(), mesh=mesh, mixed_precision=MixedPrecisionPolicy(torch.float16, torch.float32)
+        )
+    ),
+    r"param_dtype=torch.bfloat16, cast_forward_inputs=False\) is not planned for": lambda mesh: fully_shard(
+        blocks(), mesh=mesh, mixed_precision=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
     ),
     r"2 mixed-precision policies in one module": lambda mesh: by_hand(blocks(), mesh, mp_policy=BF16),
     r"reshard_after_forward differs between groups: False for \['0'\], True for \['1'\]": lambda mesh: by_hand(

@@ -55,6 +55,8 @@ def test_deepspeed_computes_in_16_bits_where_precision_is_mixed() -> None:
         None, precision="32-true"
     )
     assert of_one_device(candidate(FSDP2)) == candidate(None)
+    policy = replace(FSDP2, param_dtype="bfloat16")
+    assert of_one_device(candidate(policy, precision="32-true")) == candidate(None, precision="32-true")
     assert of_one_device(candidate(None)) == candidate(None)
 
 
@@ -100,6 +102,8 @@ def network() -> nn.Module:
         Spread(sharding=ZERO, offload="optimizer"),
         *(Spread(sharding=replace(ZERO, ranks=1, zero_stage=stage), offload="optimizer") for stage in (2, 3)),
         Spread(sharding=FSDP2),
+        Spread(sharding=replace(FSDP2, param_dtype="bfloat16", reduce_dtype="float32")),
+        Spread(sharding=replace(FSDP2, param_dtype="bfloat16", synchronisation="step")),
     ],
     ids=lambda spread: f"{spread.name}_over_{spread.sharding.ranks}",
 )
@@ -109,7 +113,9 @@ def test_an_estimate_is_close_to_the_timeline_that_confirms_it(spread: Spread, d
         network(), torch.zeros(4, 128, 512, device="meta"), lambda module, batch: module(batch).square().mean(),
         torch.optim.AdamW, prober=None, device=detect_device(device),
     )  # fmt: skip
-    asked = candidate(spread.sharding, offload=spread.offload)
+    has_policy = spread.sharding is not None and spread.sharding.has_policy
+    precision = "32-true" if has_policy else "bf16-mixed"
+    asked = candidate(spread.sharding, offload=spread.offload, precision=precision)
     estimated, exact = forecaster.estimate(asked), forecaster(asked)
     assert not estimated.confirmed and exact.confirmed
     assert estimated.exchanged_bytes == exact.exchanged_bytes and estimated.host_bytes == exact.host_bytes

@@ -72,6 +72,21 @@ def test_fsdp2_keeps_whole_gradients_between_slices_unless_it_exchanges_after_ea
     assert each.backward_bytes == 1600 + 4800 + 3600 + 4800 + 3200
 
 
+def test_a_policy_gathers_in_its_dtype_adds_up_in_another_and_keeps_shares_in_their_own() -> None:
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    plain, shares = shares_of(PARAMETERS, fsdp2()), shares_of(PARAMETERS, fsdp2(**policy))
+    assert (shares.parameters_bytes, shares.gradients_bytes) == (plain.parameters_bytes, plain.gradients_bytes)
+    # In 2 bytes: the root, the larger group beside its buffer, and a quarter of it, which is cast meanwhile.
+    assert shares.forward_bytes == 800 + 2 * 2400 + 600
+    # The next group, whole gradients in 2 bytes, and those of the other group on their way in 4.
+    assert shares.backward_bytes == 800 + 2400 + 1800 + 600 + 2400 + 3200
+    # What waits is all of it in 4 bytes, beside the gradients of a group's slice in 2.
+    waiting = shares_of(PARAMETERS, fsdp2(**policy), micro_steps=2)
+    assert waiting.backward_bytes == 800 + 2400 + 1800 + 600 + 2400 * 4 + 2400
+    in_16_bits = shares_of(PARAMETERS, fsdp2(param_dtype="bfloat16"), micro_steps=2)
+    assert in_16_bits.backward_bytes == 800 + 2400 + 1800 + 600 + 2400 * 2
+
+
 def test_without_resharding_everything_stays_gathered() -> None:
     assert shares_of(PARAMETERS, fsdp2(reshard_after_forward=False)).forward_bytes == 2500 * 4
 
@@ -97,6 +112,10 @@ def test_a_number_is_held_by_the_first_rank() -> None:
         (fsdp2(), 7200 + 3 * 2 * 7500),
         (fsdp2(synchronisation="slice"), 3 * 7200 + 3 * 2 * 7500),
         (fsdp2(reshard_after_forward=False), 7200 + 3 * 7500),
+        # Parameters in 2 bytes, and gradients in 4 or 2.
+        (fsdp2(param_dtype="bfloat16", reduce_dtype="float32"), 7200 + 3 * 2 * 3750),
+        (fsdp2(param_dtype="bfloat16"), 3600 + 3 * 2 * 3750),
+        (fsdp2(reduce_dtype="bfloat16"), 3600 + 3 * 2 * 7500),
         (None, None),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.apply.fsdp2 import Fsdp2Exchange, deferred_bytes, mixed_precision_of, sharding_of
 from lightning_memfit.batch_tree import split_by_sizes
 from lightning_memfit.observe.meter import AllocationMeter, storage_bytes
+from lightning_memfit.predict.fsdp2 import fsdp2_timeline
 from lightning_memfit.predict.memory import predict_memory
 from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.sharded_model import fully_shard
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.op_probe import OperatorProber
+from lightning_memfit.trace.optimizer_step import trace_optimizer_step
 from lightning_memfit.trace.step_program import StepProgram, Unobserved, program_of, run_window
 from lightning_memfit.trace.tensors import held_part
 from lightning_memfit.trace.training_step import trace_window
@@ -184,8 +186,8 @@ class Rank:
     """By name of the training: the whole weights."""
     told: list[Told]
     """With ``reshard_after_forward``, and without."""
-    mixed: tuple[int, int]
-    """Predicted and measured peak under a policy of mixed precision."""
+    mixed: tuple[int, int, int]
+    """Peak under a policy of mixed precision: traced, derived from the step of one device, and measured."""
 
 
 def run(rank: int) -> Rank:
@@ -226,20 +228,27 @@ def _told(reshard: bool, prober: OperatorProber) -> Told:
     )
 
 
-def _mixed() -> tuple[int, int]:
+def _mixed() -> tuple[int, int, int]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     module = fully_shard(Net(words=307, width=129), mixed_precision=policy)
     ids = torch.zeros(3, 16, dtype=torch.long)
-    sharding = Sharding(engine="fsdp2", ranks=RANKS, shard_groups=("", "blocks.0", "blocks.1"))
+    sharding = sharding_of(module)
+    assert sharding is not None and mixed_precision_of(module) == policy
     with OperatorProber() as prober:
-        timeline = trace_window(step_of(module), ids, sharding=sharding, mixed_precision=mixed_precision_of(module))
-        probes = prober.probe(timeline.signatures).results
-    predicted = predict_memory(timeline, probes, zero_gradients_early=True).peak_allocated_bytes
-    return predicted, _measured(module, ids)
+        traced, derived = _predicted(module, ids, sharding, prober), _derived(module, ids, sharding, prober)
+    return traced, derived, _measured(module, ids)
 
 
 def _predicted(module: nn.Module, ids: Tensor, sharding: Sharding, prober: OperatorProber) -> int:
     timeline = trace_window(step_of(module), ids, sharding=sharding)
+    probes = prober.probe(timeline.signatures).results
+    return predict_memory(timeline, probes, zero_gradients_early=True).peak_allocated_bytes
+
+
+def _derived(module: nn.Module, ids: Tensor, sharding: Sharding, prober: OperatorProber) -> int:
+    step = replace(step_of(module), group_precision=sharding.group_precision)
+    whole, of_shares = trace_window(step, ids, steps=False), trace_optimizer_step(step, sharding=sharding)
+    timeline = fsdp2_timeline(whole, sharding, of_shares, collectives="gloo")
     probes = prober.probe(timeline.signatures).results
     return predict_memory(timeline, probes, zero_gradients_early=True).peak_allocated_bytes
 

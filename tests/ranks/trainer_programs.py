@@ -13,6 +13,7 @@ from typing import Any
 import lightning
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -60,6 +61,8 @@ class Case:
     """Whether the loss is the mean over labels that are not ignored."""
     buckets_are_gradients: bool = False
     """``gradient_as_bucket_view`` of DDP."""
+    policy: MixedPrecisionPolicy | None = None
+    """Of ``fully_shard``."""
     finds_unused: bool = False
     """``find_unused_parameters`` of DDP, and a layer that no step uses."""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -112,13 +115,13 @@ class Net(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if self.case.engine == "fsdp2" and self.is_spread and not is_fully_sharded(self):
-            fully_shard(self)
+            fully_shard(self, mixed_precision=self.case.policy)
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, labels = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch
         for block in self.blocks:
             x = block(x)
-        out = self.head(x)
+        out = self.head(x.to(self.head.weight.dtype))  # a policy may cast what blocks return
         if self.case.tokens:
             return nn.functional.cross_entropy(out, labels, ignore_index=IGNORED)
         return nn.functional.mse_loss(out, labels)

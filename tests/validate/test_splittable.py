@@ -175,6 +175,15 @@ def test_gradients_of_a_mean_over_samples_agree_in_every_dtype(dtype: torch.dtyp
     assert _check(Classifier().to(dtype), batch, gradients=True).exact
 
 
+def test_a_loss_that_is_computed_in_16_bits_and_returned_in_32_is_compared_as_what_it_is() -> None:
+    module = Classifier(lambda logits, y: F.cross_entropy(logits.bfloat16(), y).float())
+    three = _batch(3)  # whose mean is no number of 8 binary digits
+    assert not _check(module, three, gradients=True).exact  # nothing tells that it was rounded
+    assert _check(module, three, gradients=True, computed_in=torch.bfloat16).exact
+    summed = Classifier(lambda logits, y: F.cross_entropy(logits.bfloat16(), y, reduction="sum").float())
+    assert not _check(summed, computed_in=torch.bfloat16).exact  # a sum is told from a mean all the same
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_gradients_that_are_not_finite_cannot_be_compared(whole: bool) -> None:
     """Of slices of two equal samples, or of the undivided batch: the root of 0 has an infinite slope."""
