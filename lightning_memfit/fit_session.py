@@ -267,6 +267,7 @@ class FitSession:
                 offload=candidate.offload,
                 micro_batch_size=candidate.split.micro_batch_size,
                 module=self._module,
+                formatted_for=self._request.precision or "32-true",
             )
         )
         self._run_levers.callback(let_lightning_accumulate(strategy))

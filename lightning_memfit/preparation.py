@@ -15,7 +15,7 @@ from lightning_memfit.agreement import RankFacts, check_agreement, least_host_bu
 from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
-from lightning_memfit.apply.deepspeed_config import is_deepspeed, offload_of
+from lightning_memfit.apply.deepspeed_config import is_deepspeed, offload_of, own_precision
 from lightning_memfit.apply.length_cap import at_max_length
 from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_validation_batches
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
@@ -105,6 +105,8 @@ class Preparation:
     """What the strategy keeps on the host."""
     host_budget_bytes: int | None = None
     """Bytes that all ranks may keep in the memory of their hosts; ``None`` where the host is the device."""
+    engine_precision: Precision | None = None
+    """The one that the user's own configuration of the engine sets; ``None`` if it sets none."""
     saved_precision: Precision | None = None
     """The only one in which the checkpoint that is resumed can go on; ``None`` if any can."""
     scan_is_complete: bool
@@ -346,7 +348,7 @@ class Preparation:
             recomputed_anyway=found.anyway,
             slicing_reason=slicing_obstacle,
             precisions=self._precisions(mixing_obstacle),
-            precision_reason=SAVED_PRECISION if self.saved_precision else mixing_obstacle,
+            precision_reason=self._precision_reason or mixing_obstacle,
             implementations=implementations,
             states_reason=states_reason,
             states_left=facts.left_as_configured,
@@ -375,9 +377,16 @@ class Preparation:
         return self._optimizer_facts().cpu_adam_obstacle
 
     def _precisions(self, mixing_obstacle: str | None) -> tuple[Precision, ...]:
-        if self.saved_precision is not None:
-            return (self.saved_precision,)
+        fixed = self.saved_precision or self.engine_precision
+        if fixed is not None:
+            return (fixed,)
         return ("32-true",) if mixing_obstacle else device_precisions(self.device)
+
+    @property
+    def _precision_reason(self) -> str | None:
+        if self.saved_precision is not None:
+            return SAVED_PRECISION
+        return None if self.engine_precision is None else "that of your DeepSpeed configuration"
 
     def _optimizer_facts(self) -> OptimizerFacts:
         try:
@@ -470,6 +479,7 @@ def prepare(
         resident_batches=resident_batches,
         sharding=sharding_of(trainer),
         offload=offload_of(trainer.strategy) if is_deepspeed(trainer.strategy) else "never",
+        engine_precision=_engine_precision(trainer, request),
         host_budget_bytes=_host_budget(trainer, device),
         scan_is_complete=scanned.complete,
         notes=(
@@ -481,6 +491,12 @@ def prepare(
             *_on_gpu(device),
         ),
     )
+
+
+def _engine_precision(trainer: Any, request: PlanRequest) -> Precision | None:
+    if not is_deepspeed(trainer.strategy):
+        return None
+    return own_precision(trainer.strategy, request.precision or "32-true")
 
 
 def _host_budget(trainer: Any, device: DeviceSpec) -> int | None:

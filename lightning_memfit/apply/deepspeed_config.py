@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import nn
 
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
-from lightning_memfit.plan import Candidate, Offload
+from lightning_memfit.plan import Candidate, Offload, Precision
 from lightning_memfit.sharding import Sharding, ZeroStage
 from lightning_memfit.undo import Undo
 
@@ -121,6 +122,7 @@ def write_config(
     micro_batch_size: int,
     clip_norm: float | None = None,
     module: nn.Module | None = None,
+    formatted_for: str | None = None,
 ) -> Undo:
     """Write a plan into a strategy's configuration; the engine that is built next follows it.
 
@@ -136,6 +138,7 @@ def write_config(
         micro_batch_size: samples in one forward and backward on one device; DeepSpeed logs its speed by it.
         clip_norm: largest norm of all gradients; ``None`` leaves it as it is.
         module: the module in training, to see whether its parameters are divided already.
+        formatted_for: the precision for which Lightning formatted the configuration; ``None`` if that is not known.
 
     Raises:
         ConfigurationError: if the user's own configuration sets another precision, or the module's parameters were
@@ -152,7 +155,7 @@ def write_config(
         )
     before = copy.deepcopy(config)
     try:
-        _write_precision(strategy, config, precision)
+        _write_precision(strategy, config, precision, formatted_for)
     except BaseException:
         _put_back(config, before)
         raise
@@ -191,15 +194,38 @@ def make_deepspeed_delegate(precision: str, *, namespace: str) -> Any:
     return plugins.DeepSpeedPrecision(precision)
 
 
-def _write_precision(strategy: Any, config: dict[str, Any], precision: str) -> None:
-    """Take out what Lightning wrote for another precision, and let it write anew."""
-    for other, section in _SECTION_OF.items():
-        written: dict[str, Any] = {}
+def own_precision(strategy: Any, formatted_for: str) -> Precision | None:
+    """The precision that the user's own configuration of DeepSpeed sets; ``None`` if it sets none.
+
+    Args:
+        strategy: Lightning's for DeepSpeed.
+        formatted_for: the precision for which Lightning formatted its configuration.
+    """
+    config = dict(_config_of(strategy))
+    _take_out_lightnings(strategy, config, (formatted_for,))
+    own = _enabled(config)
+    return None if not own else "bf16-mixed" if own[0] == "bf16" else "16-mixed"
+
+
+def _take_out_lightnings(strategy: Any, config: dict[str, Any], precisions: Iterable[str]) -> None:
+    """Take out the section that Lightning writes for one of some precisions."""
+    for other in precisions:
+        section, written = _SECTION_OF.get(other), dict[str, Any]()
+        if section is None:
+            continue
         _format(strategy, written, other)
         if config.get(section) == written.get(section):
             config.pop(section, None)
-    own = [section for section in ("bf16", "fp16") if (config.get(section) or {}).get("enabled")]
-    wanted = _SECTION_OF.get(precision)
+
+
+def _enabled(config: dict[str, Any]) -> list[str]:
+    return [section for section in ("bf16", "fp16") if (config.get(section) or {}).get("enabled")]
+
+
+def _write_precision(strategy: Any, config: dict[str, Any], precision: str, formatted_for: str | None) -> None:
+    """Take out what Lightning wrote for another precision, and let it write anew."""
+    _take_out_lightnings(strategy, config, _SECTION_OF if formatted_for is None else (formatted_for,))
+    own, wanted = _enabled(config), _SECTION_OF.get(precision)
     if own and own != [wanted]:
         raise ConfigurationError(
             f"precision={precision!r}, but your DeepSpeed configuration enables {own[0]!r}. Take that section out, or "
