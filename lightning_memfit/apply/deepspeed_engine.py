@@ -2,7 +2,7 @@
 
 Adapter for Lightning's ``DeepSpeedStrategy.handles_gradient_accumulation`` and ``block_backward_sync``, for
 ``fit_loop._should_accumulate``, and of DeepSpeed for ``DeepSpeedEngine.set_gradient_accumulation_boundary``,
-``managed_gradient_accumulation``, ``zero_optimization_stage`` and ``step``, and for
+``managed_gradient_accumulation`` and ``step``, and for
 ``ZeROOptimizer.override_loss_scale``, ``loss_scale``, ``custom_loss_scaler`` and ``external_loss_scale``.
 
 Left alone, Lightning divides each loss by A and DeepSpeed does once more, and a last window of fewer than A batches is
@@ -20,8 +20,7 @@ from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.undo import Undo, set_instance_attribute
 
 _ENGINE_NAMES = (
-    "set_gradient_accumulation_boundary", "managed_gradient_accumulation", "zero_optimization_stage", "step",
-    "optimizer",
+    "set_gradient_accumulation_boundary", "managed_gradient_accumulation", "step", "optimizer",
 )  # fmt: skip
 _OPTIMIZER_NAMES = ("override_loss_scale", "loss_scale", "custom_loss_scaler", "external_loss_scale")
 
@@ -34,15 +33,12 @@ class ZeroExchange:
 
     settles = False
     alone_takes_more = False
+    # The other ranks wait in stages 2 and 3; in all of them a slice behind the last backward would take the step back.
+    in_every_slice = True
 
     def __init__(self, strategy: Any) -> None:
         """Of a strategy whose model is, or will be, DeepSpeed's engine."""
         self._strategy = strategy
-
-    @property
-    def in_every_slice(self) -> bool:
-        """Whether every slice's backward waits for the other ranks."""
-        return int(engine_of(self._strategy).zero_optimization_stage()) > 1
 
     @contextmanager
     def around_slice(self, *, is_last: bool) -> Iterator[None]:

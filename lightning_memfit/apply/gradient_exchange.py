@@ -49,7 +49,7 @@ class GradientExchange(Protocol):
 
     @property
     def in_every_slice(self) -> bool:
-        """Whether every slice's backward waits for the other ranks, so that none may leave one out."""
+        """Whether no slice's backward may be left out: other ranks, or an engine that is told of each, wait for it."""
 
     @property
     def settles(self) -> bool:

@@ -326,7 +326,9 @@ class _BatchStep:
         return self.loop._make_step_fn(kwargs)()
 
     def _last_backward(self) -> int:
-        """Index of the last slice that weighs something; of the last one where none does, since other ranks wait."""
+        """Index of the last slice that goes backward: that weighs something, or any where each must, or none does."""
+        if self.exchange.in_every_slice:
+            return len(self.slices) - 1
         weighing = [index for index, part in enumerate(self.slices) if part.weight]
         return weighing[-1] if weighing else len(self.slices) - 1
 
@@ -348,7 +350,7 @@ class _BatchStep:
         if self.backward is None:
             return False
         if weight == 0:
-            if self.ranks.count == 1 or not (is_last or self.exchange.in_every_slice):
+            if not (self.exchange.in_every_slice or (is_last and self.ranks.count > 1)):
                 return False
             with gradients_of_zero(self.module):  # the other ranks wait for them all the same
                 self.backward(torch.nan_to_num(loss) * 0.0)
@@ -465,7 +467,8 @@ def _closure_class(base: Any) -> Any:
             self._result = self.closure(*args, **kwargs)
             # Without any contribution there is nothing to unscale: a scaler skips the step on None. Beside other ranks
             # this one went backward with gradients of 0, and must step as they do.
-            steps = self._step.window.true_weight > 0 or self._step.ranks.count > 1
+            went_backward = self._step.ranks.count > 1 or self._step.exchange.in_every_slice
+            steps = self._step.window.true_weight > 0 or went_backward
             return self._result.loss if steps else None
 
     return SlicedClosure
