@@ -41,7 +41,7 @@ class PlanFileError(ConfigurationError):
 
 
 class CheckpointFormatError(ConfigurationError):
-    """Saved optimizer states cannot go on in the optimizer of this run; nothing was changed."""
+    """A checkpoint cannot go on in this run, for its layout or the format of its states; nothing was changed."""
 
 
 class StalePlanError(ConfigurationError):
@@ -170,7 +170,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     XPUs (``UR_``, ``ZE_`` and ``PI_`` codes), and by oneDNN where it finds no memory for the code or the scratch of an
     operator. oneDNN says the same of an operator that it does not
     have, which torch does not ask it for.
+
+    Another rank's memory is not this one's: an error that quotes what happened there is none.
     """
+    if isinstance(error, RankFailedError):
+        return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY_TEXTS)

@@ -24,7 +24,8 @@ from lightning_memfit._version import __version__
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import StalePlanError
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import Plan, PlanRequest
+from lightning_memfit.plan import Offload, Plan, PlanRequest
+from lightning_memfit.sharding import Sharding
 
 MODEL_PARTS = ("model", "parameters", "trainable parameters", "buffers")
 MUST_EQUAL = (
@@ -130,6 +131,28 @@ def trainer_facts_of(trainer: Any) -> dict[str, str]:
         "gradient clipping": f"by {getattr(algorithm, 'value', algorithm) or 'norm'}" if clips else "off",
         "strategy": type(trainer.strategy).__qualname__,
     }
+
+
+def sharding_facts(sharding: Sharding | None, offload: Offload = "never") -> dict[str, str]:
+    """What the strategy's own settings add: the name of its class tells neither stage nor buckets nor groups.
+
+    Args:
+        sharding: how the run is spread over devices as it was configured; ``None`` on one device without an engine.
+        offload: what the strategy keeps on the host by itself.
+
+    >>> sharding_facts(Sharding(engine="ddp", ranks=2, gradient_as_bucket_view=True))
+    {'sharding': 'DDP over 2, gradient_as_bucket_view True'}
+    """
+    if sharding is None:
+        return {}
+    told_by_label = ("engine", "ranks", "zero_stage")
+    settings = [
+        f"{field.name} {getattr(sharding, field.name)}"
+        for field in dataclasses.fields(sharding)
+        if field.name not in told_by_label and getattr(sharding, field.name) != field.default
+    ]
+    kept = [] if offload == "never" else [f"{offload} on the host"]
+    return {"sharding": _short(", ".join([sharding.label, *settings, *kept]))}
 
 
 def fingerprint_key(fingerprint: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
+from lightning_memfit.apply.checkpoint_layouts import checkpoint_to_restore
 from lightning_memfit.apply.cpu_adam import CpuAdam, find_cpu_adam
 from lightning_memfit.apply.deepspeed_config import is_deepspeed, write_config
 from lightning_memfit.apply.deepspeed_engine import let_lightning_accumulate
@@ -28,7 +29,7 @@ from lightning_memfit.planning import Announce, Planning
 from lightning_memfit.preparation import Preparation, WorstBatch, prepare
 from lightning_memfit.probers import Probers
 from lightning_memfit.proving import Proving, Report
-from lightning_memfit.ranks import Ranks
+from lightning_memfit.ranks import Ranks, Together
 from lightning_memfit.real_steps import RealSteps
 from lightning_memfit.run_key import corrections_key, plan_key, run_words
 from lightning_memfit.steps_of_all_ranks import Steps, StepsOfAllRanks, as_told, follow
@@ -101,12 +102,18 @@ class FitSession:
         Args:
             announce: is told of every candidate before its forecast.
             given: a plan made before; the search is skipped.
-            resumed: the checkpoint that is resumed; a plan in it that is made for this run is used again.
+            resumed: the checkpoint that is resumed, where it is loaded already; a plan in it that is made for this
+                run is used again. Of one that is loaded later the plan is read from its files.
 
         Raises:
             NoFeasiblePlanError: if nothing fits.
-            ConfigurationError: if the request cannot be met exactly, or the given plan is for something else.
+            ConfigurationError: if the request cannot be met exactly, the given plan is for something else, or the
+                checkpoint is none that this run can go on from.
         """
+        precision = self._request.precision or (given.candidate.precision if given is not None else None)
+        to_restore = self._ranks.led(
+            lambda: checkpoint_to_restore(self.trainer, precision), doing="looking at the checkpoint"
+        )
         seconds = self._request.planning_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
         if self._ranks.is_leader and self.trainer.strategy.root_device.type == "cpu":
@@ -115,15 +122,33 @@ class FitSession:
         with random_state_kept(), ExitStack() as ending:
             ending.callback(self._probers.leave_gpu)  # before the module is moved there
             looked = self._ranks.each(self._look, doing="looking at batches and device", tell=Preparation.facts)
-            self._prepared = looked.own
+            self._prepared = replace(looked.own, saved_precision=to_restore.precision)
             if self._ranks.count > 1:
-                self._prepared = looked.own.agreed(looked.all, self._ranks.from_rank)
+                self._prepared = self._prepared.agreed(looked.all, self._ranks.from_rank)
             self.plan = self._ranks.led(
-                lambda: self._plan_for_all(deadline, announce, given, resumed),
+                lambda: self._plan_for_all(deadline, announce, given, resumed or to_restore.carried),
                 doing="planning for all ranks",
-                together={_COMPARE: self._compare_slices, _CPU_ADAM: self._cpu_adam_of_all},
+                together=self._together,
             )
+            self._plan_for_the_same_batch()
         return self.plan
+
+    @property
+    def _together(self) -> Together:
+        """What every rank does when rank 0 asks for it while it plans, also again between two warm-ups."""
+        return {_COMPARE: self._compare_slices, _CPU_ADAM: self._cpu_adam_of_all}
+
+    def _plan_for_the_same_batch(self) -> None:
+        """Prove what was planned: rank 0 may have found that another batch than the largest needs more."""
+        before = self._looked_at
+        chosen = None if self._planning is None else self._planning.prepared
+        if self._ranks.count == 1:
+            self._prepared = chosen
+            return
+        batch = None if chosen is None or chosen.batch is before.batch else (chosen.batch, chosen.planned_batch)
+        told = self._ranks.share(batch)
+        if told is not None:
+            self._prepared = before.with_batch(*told)
 
     def _compare_slices(self, asked: tuple[ArrivedBatch, int]) -> str | None:
         """On every rank: compare slices of one batch, whose forwards gather parameters from all of them."""
@@ -156,13 +181,16 @@ class FitSession:
         self, deadline: float | None, announce: Announce, given: Plan | None, resumed: Mapping[str, Any] | None
     ) -> Plan:
         assert self._prepared is not None
-        arrived = self._prepared.arrived
         self._planning = Planning(
             self._prepared,
             deadline=deadline,
             announce=announce,
             compare_slices=(
-                (lambda micro_batch_size: self._ranks.call(_COMPARE, (arrived, micro_batch_size)))
+                (
+                    lambda micro_batch_size: self._ranks.call(
+                        _COMPARE, (self._planned.prepared.arrived, micro_batch_size)
+                    )
+                )
                 if self._prepared.gathers
                 else None
             ),
@@ -239,6 +267,7 @@ class FitSession:
                 offload=candidate.offload,
                 micro_batch_size=candidate.split.micro_batch_size,
                 module=self._module,
+                formatted_for=self._request.precision or "32-true",
             )
         )
         self._run_levers.callback(let_lightning_accumulate(strategy))
@@ -276,7 +305,8 @@ class FitSession:
         elif self._ranks.is_leader:
             self._prove_on_all_ranks(steps, validation, report, announce)
         else:
-            self.plan, self.measurement = follow(self._ranks, steps, exchange_of(self.trainer.strategy))
+            exchange = exchange_of(self.trainer.strategy)
+            self.plan, self.measurement = follow(self._ranks, steps, exchange, together=self._together)
         self._probers.close()
 
     def _look_at_the_device_again(self) -> None:
@@ -291,7 +321,7 @@ class FitSession:
         self._prepared = replace(looked.own, device=device, budget=budget)
         self.plan = replace(self._chosen, device=device, budget=budget)
         if self._planning is not None:
-            self._planning.prepared = self._prepared
+            self._planning.prepared = replace(self._planning.prepared, device=device, budget=budget)
 
     def _prove(self, steps: Steps, validation: ScannedBatch | None, report: Report, announce: Announce) -> None:
         planning = self._planned
@@ -312,7 +342,8 @@ class FitSession:
         budget = self._looked_at.budget.budget_bytes
         steps = StepsOfAllRanks(self._ranks, own, exchange_of(self.trainer.strategy), budget_bytes=budget)
         try:
-            self._prove(steps, validation, report, announce)
+            with self._ranks.leading(self._together):
+                self._prove(steps, validation, report, announce)
         except Exception as error:
             if not self._ranks.knows(error):
                 self._ranks.share(as_told(error))

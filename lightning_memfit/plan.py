@@ -236,6 +236,8 @@ class Candidate:
             parts.append(f"offload {self.offload}")
         if self.sharding is not None:
             parts.append(self.sharding.label)
+            if self.sharding.gradient_as_bucket_view:
+                parts.append("gradients as views")
         return ", ".join(parts)
 
 

@@ -119,7 +119,9 @@ def _at_home(path: str) -> Path:
 
 def _conflicts(plan: Plan, request: PlanRequest, budget: Budget | None) -> Iterator[str]:
     planned: dict[str, object] = {"effective_batch_size": plan.split.effective_batch_size}
-    planned |= {name: getattr(plan.candidate, name) for name in ("precision", "optimizer_states", "offload")}
+    planned |= {name: getattr(plan.candidate, name) for name in ("precision", "optimizer_states")}
+    if plan.candidate.offload == "never" or plan.request.offload != "never":  # else the strategy itself moved it
+        planned["offload"] = plan.candidate.offload
     if plan.candidate.optimizer_states == "as-configured":  # quantised states have an implementation of their own
         planned["optimizer_implementation"] = plan.candidate.optimizer_implementation
     for setting, value in planned.items():

@@ -146,6 +146,12 @@ class Planning:
                     f"The plan given as plan= divides the batch into {given.split.num_slices} slices, but here it is "
                     f"{obstacle} Leave plan= out to plan anew."
                 )
+            missing = self._obstacle_to_host_step_of(given)
+            if missing is not None:
+                raise ConfigurationError(
+                    f"The plan given as plan= steps the optimizer on the host with DeepSpeed's Adam, but {missing} "
+                    "Leave plan= out to plan anew."
+                )
             return self._taken_over(given, "the plan was given")
         if resumed is None:
             return None
@@ -155,6 +161,9 @@ class Planning:
             obstacle = None if reasons else self._obstacle_to_slices_in(plan)
             if obstacle is not None:
                 reasons = (f"it divides the batch, which is {obstacle}",)
+            missing = None if reasons else self._obstacle_to_host_step_of(plan)
+            if missing is not None:
+                reasons = (f"it steps the optimizer with DeepSpeed's Adam, but {missing}",)
             if not reasons:
                 return self._taken_over(plan, "the plan came with the checkpoint")
             note = f"the checkpoint's plan is not used again: {'; '.join(reasons)}"
@@ -172,6 +181,8 @@ class Planning:
             return None
         before, now = kept.budget.budget_bytes, budget.budget_bytes
         if abs(now - before) > BUDGET_SHARE * before or self._obstacle_to_slices_in(kept) is not None:
+            return None
+        if self._obstacle_to_host_step_of(kept) is not None:
             return None
         return self._taken_over(kept, "the plan is that of an equal run before")
 
@@ -259,16 +270,29 @@ class Planning:
         asked = self.prepared.request.optimizer_implementation
         if not offloads or asked != "auto" or self._host_implementation is not None or self._built_for is not None:
             return False
-        implementation: OptimizerImplementation = "as-configured"
-        with self.prepared.as_planned():
-            reason = self.prepared.cpu_adam_obstacle()
-        if reason is None:
-            self.announce("building DeepSpeed's Adam for the host")
-            found = self._find_cpu_adam()
-            implementation, reason = ("cpu-adam" if found.works else "as-configured"), found.reason
-        self._host_implementation = implementation, reason
-        self.space = self.space.with_host_implementation(implementation, reason)
+        self._look_for_cpu_adam()
         return True
+
+    def _look_for_cpu_adam(self) -> tuple[OptimizerImplementation, str]:
+        """Find out, once, what steps an optimizer that is kept on the host, and why."""
+        if self._host_implementation is None:
+            implementation: OptimizerImplementation = "as-configured"
+            with self.prepared.as_planned():
+                reason = self.prepared.cpu_adam_obstacle()
+            if reason is None:
+                self.announce("building DeepSpeed's Adam for the host")
+                found = self._find_cpu_adam()
+                implementation, reason = ("cpu-adam" if found.works else "as-configured"), found.reason
+            self._host_implementation = implementation, reason
+            self.space = self.space.with_host_implementation(implementation, reason)
+        return self._host_implementation
+
+    def _obstacle_to_host_step_of(self, plan: Plan) -> str | None:
+        """Why a plan that was made before cannot step on this host as it did; ``None`` if it can."""
+        if plan.candidate.optimizer_implementation != "cpu-adam":
+            return None
+        implementation, reason = self._look_for_cpu_adam()
+        return None if implementation == "cpu-adam" else reason
 
     def _found_exact(self) -> Found:
         """What the search finds, slices compared with the whole as soon as the plan or a contender has some."""

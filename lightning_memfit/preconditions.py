@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.fsdp2 import is_fully_sharded
-from lightning_memfit.apply.sharding import is_ddp, is_model_parallel
+from lightning_memfit.apply.sharding import has_static_graph, is_ddp, is_model_parallel
 from lightning_memfit.apply.slicing import check_loss_weight
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import PlanRequest
@@ -65,6 +65,12 @@ def check_trainer(trainer: Any, request: PlanRequest) -> None:
             "DeepSpeedStrategy and ModelParallelStrategy (FSDP2) on cpu or cuda, such as Trainer(accelerator='cpu', "
             f"devices=2, strategy='ddp'). {_WAY_OUT}"
         )
+    if has_static_graph(strategy):
+        raise UnsupportedError(
+            "DDPStrategy(static_graph=True) with MemFit: torch then learns the graph in the first backward, which must "
+            "exchange gradients, and those of slices and of the proof do not (expect_autograd_hooks_ INTERNAL ASSERT "
+            f"FAILED). Leave static_graph out; find_unused_parameters=True is driven. {_WAY_OUT}"
+        )
     if is_model_parallel(strategy) and not is_fully_sharded(trainer.lightning_module):
         raise UnsupportedError(
             "ModelParallelStrategy, and fully_shard was called on nothing in the module: each rank would hold and "
@@ -74,6 +80,13 @@ def check_trainer(trainer: Any, request: PlanRequest) -> None:
         raise ConfigurationError(
             f"MemFit(offload='optimizer') keeps the optimizer on the host under DeepSpeed, and this run is that of "
             f"{found}. Use Trainer(strategy='deepspeed_stage_2'), which runs on one GPU too, or offload='never'."
+        )
+    asked = request.optimizer_implementation
+    if is_deepspeed(strategy) and asked not in ("auto", "as-configured"):
+        raise ConfigurationError(
+            f"optimizer_implementation={asked!r} cannot be had under DeepSpeed, which steps flat tensors of its own "
+            "with the optimizer as configure_optimizers makes it. Give that the option, such as "
+            "torch.optim.AdamW(..., fused=True), and leave optimizer_implementation out."
         )
     for callback in trainer.callbacks:
         if type(callback).__name__ == "GradientAccumulationScheduler":

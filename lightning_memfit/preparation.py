@@ -15,7 +15,7 @@ from lightning_memfit.agreement import RankFacts, check_agreement, least_host_bu
 from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
-from lightning_memfit.apply.deepspeed_config import is_deepspeed, offload_of
+from lightning_memfit.apply.deepspeed_config import is_deepspeed, offload_of, own_precision
 from lightning_memfit.apply.length_cap import at_max_length
 from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_validation_batches
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
@@ -25,7 +25,7 @@ from lightning_memfit.apply.stepping_batches import answering_num_batches
 from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
-from lightning_memfit.fingerprint import fingerprint_of, trainer_facts_of
+from lightning_memfit.fingerprint import fingerprint_of, sharding_facts, trainer_facts_of
 from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
 from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import DeviceSpec, shared_by
@@ -35,7 +35,7 @@ from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
-from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest
+from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest, Precision
 from lightning_memfit.preconditions import notes_on_offload
 from lightning_memfit.predict.budget import form_budget, host_budget
 from lightning_memfit.probers import Probers
@@ -59,6 +59,8 @@ SCAN_LIMITS = ScanLimits()
 """How far the batches of an epoch are looked through for the largest."""
 MANUAL_ZEROING = "manual optimization: training_step itself zeroes gradients"
 """Why gradients are not zeroed early there."""
+SAVED_PRECISION = "that of the checkpoint: DeepSpeed opens its optimizer states in no other"
+"""Why a run that is resumed keeps its precision."""
 WorstBatch = Any
 """The largest batch of a run as the user gives it: a batch, or a function that makes it; ``None`` if not given."""
 
@@ -103,6 +105,10 @@ class Preparation:
     """What the strategy keeps on the host."""
     host_budget_bytes: int | None = None
     """Bytes that all ranks may keep in the memory of their hosts; ``None`` where the host is the device."""
+    engine_precision: Precision | None = None
+    """The one that the user's own configuration of the engine sets; ``None`` if it sets none."""
+    saved_precision: Precision | None = None
+    """The only one in which the checkpoint that is resumed can go on; ``None`` if any can."""
     scan_is_complete: bool
     """Whether every batch of the epoch was looked at."""
     recomputed: frozenset[str] = frozenset()
@@ -119,15 +125,7 @@ class Preparation:
         """The same for the rival, where the run as it is needs more memory for that one."""
         if self.rival is None:
             return self
-        arrived = arrived_batch(self.trainer, self.module, self.rival.batch)
-        other = replace(
-            self,
-            batch=self.rival.batch,
-            arrived=arrived,
-            planned_batch=self.rival.describe(),
-            rival=None,
-            forecaster=self.forecaster.for_batch(arrived.batch, waiting_batch=self.rival.batch),
-        )
+        other = self.with_batch(self.rival.batch, self.rival.describe())
         plain = self._plain
         needs, needs_other = (each.forecast(plain).predicted_peak_bytes for each in (self, other))
         return other if needs_other > needs else replace(self, rival=None)
@@ -154,7 +152,7 @@ class Preparation:
             loader_batch_size=self.loader_plan.loader_batch_size,
             accumulate_grad_batches=self.loader_plan.accumulate_grad_batches,
             ranks=self.num_ranks,
-            trainer_facts=trainer_facts_of(self.trainer),
+            trainer_facts=trainer_facts_of(self.trainer) | sharding_facts(self.sharding, self.offload),
         )
 
     @property
@@ -245,12 +243,21 @@ class Preparation:
         if demanding is None:
             return agreed
         batch, words = from_rank(demanding, (self.batch, self.planned_batch))
+        return agreed.with_batch(batch, f"{words}, of rank {demanding}")
+
+    def with_batch(self, batch: Any, planned_batch: str) -> Preparation:
+        """The same for another batch, which is planned and proven whatever others there are.
+
+        Args:
+            batch: as a loader gives it.
+            planned_batch: which one it is, in words.
+        """
         arrived = arrived_batch(self.trainer, self.module, batch)
         return replace(
-            agreed,
+            self,
             batch=batch,
             arrived=arrived,
-            planned_batch=f"{words}, of rank {demanding}",
+            planned_batch=planned_batch,
             rival=None,
             forecaster=self.forecaster.for_batch(arrived.batch, waiting_batch=batch),
         )
@@ -326,6 +333,7 @@ class Preparation:
             implementations = ()
             states_reason = states_reason or "DeepSpeed makes an optimizer of its own of the user's"
         if self.gathers:
+            fsdp2.check_steppable(facts.name, self.request.optimizer_implementation)
             implementations = fsdp2.steppable_implementations(facts.name, implementations)
             states_reason = states_reason or fsdp2.reason_states_not_quantised(self.sharding)
         found = recomputable(self.module, self.request.activation_checkpointing, self.recomputed)
@@ -339,8 +347,8 @@ class Preparation:
             matched=found.matched,
             recomputed_anyway=found.anyway,
             slicing_reason=slicing_obstacle,
-            precisions=("32-true",) if mixing_obstacle else device_precisions(self.device),
-            precision_reason=mixing_obstacle,
+            precisions=self._precisions(mixing_obstacle),
+            precision_reason=self._precision_reason or mixing_obstacle,
             implementations=implementations,
             states_reason=states_reason,
             states_left=facts.left_as_configured,
@@ -367,6 +375,18 @@ class Preparation:
     def cpu_adam_obstacle(self) -> str | None:
         """Why the optimizer cannot be exchanged for DeepSpeed's on the host, in words; ``None`` if it can."""
         return self._optimizer_facts().cpu_adam_obstacle
+
+    def _precisions(self, mixing_obstacle: str | None) -> tuple[Precision, ...]:
+        fixed = self.saved_precision or self.engine_precision
+        if fixed is not None:
+            return (fixed,)
+        return ("32-true",) if mixing_obstacle else device_precisions(self.device)
+
+    @property
+    def _precision_reason(self) -> str | None:
+        if self.saved_precision is not None:
+            return SAVED_PRECISION
+        return None if self.engine_precision is None else "that of your DeepSpeed configuration"
 
     def _optimizer_facts(self) -> OptimizerFacts:
         try:
@@ -459,6 +479,7 @@ def prepare(
         resident_batches=resident_batches,
         sharding=sharding_of(trainer),
         offload=offload_of(trainer.strategy) if is_deepspeed(trainer.strategy) else "never",
+        engine_precision=_engine_precision(trainer, request),
         host_budget_bytes=_host_budget(trainer, device),
         scan_is_complete=scanned.complete,
         notes=(
@@ -470,6 +491,12 @@ def prepare(
             *_on_gpu(device),
         ),
     )
+
+
+def _engine_precision(trainer: Any, request: PlanRequest) -> Precision | None:
+    if not is_deepspeed(trainer.strategy):
+        return None
+    return own_precision(trainer.strategy, request.precision or "32-true")
 
 
 def _host_budget(trainer: Any, device: DeviceSpec) -> int | None:

@@ -62,8 +62,11 @@ class Ranks(Protocol):
     def call(self, name: str, argument: Any) -> Any:
         """Within work that is led, let every rank do one of the things that all do together."""
 
-    def share(self, value: T | None = None) -> T:
-        """The leader's value."""
+    def share(self, value: T | None = None, *, together: Together = ...) -> T:
+        """The leader's value; the others do before what it lets all do together."""
+
+    def leading(self, together: Together) -> Any:
+        """Within it the leader may :meth:`call`, while the others wait for what it shares."""
 
     def from_rank(self, rank: int, value: T) -> T:
         """The value that one of them has."""
@@ -120,9 +123,15 @@ class OneRank:
 
     def led(self, work: Callable[[], T], *, doing: str, together: Together = _NOTHING) -> T:
         """Run it."""
+        with self.leading(together):
+            return work()
+
+    @contextmanager
+    def leading(self, together: Together) -> Iterator[None]:
+        """Within it there may be calls."""
         before, self._together = self._together, together
         try:
-            return work()
+            yield
         finally:
             self._together = before
 
@@ -130,7 +139,7 @@ class OneRank:
         """Do it."""
         return self._together[name](argument)
 
-    def share(self, value: T | None = None) -> T:
+    def share(self, value: T | None = None, *, together: Together = _NOTHING) -> T:
         """The value itself."""
         return value  # type: ignore[return-value]  # the leader always has one
 
@@ -260,24 +269,33 @@ class SeveralRanks:
         outcome: Any = None
         failure: Exception | None = None
         if self.is_leader:
-            before, self._together = self._together, together
             try:
-                outcome = work()
+                with self.leading(together):
+                    outcome = work()
             except Exception as error:
                 if self.knows(error):
                     raise
                 failure, outcome = error, _failure_of(error)
-            finally:
-                self._together = before
-        while isinstance(outcome := self._broadcast(outcome, doing), _Call):
-            together[outcome.name](outcome.argument)
-            outcome = None
+        outcome = self._told(outcome, together, doing)
         if not isinstance(outcome, _Failure):
             result: T = outcome
             return result
         raised = failure or _received(outcome, doing)
         self._known.append(raised)
         raise raised
+
+    @contextmanager
+    def leading(self, together: Together) -> Iterator[None]:
+        """Within it the leader may :meth:`call`, while the others wait for what it shares.
+
+        Args:
+            together: as the others give it to :meth:`share`.
+        """
+        before, self._together = self._together, together
+        try:
+            yield
+        finally:
+            self._together = before
 
     def call(self, name: str, argument: Any) -> Any:
         """Within work that is led, let every rank do one of the things that all do together.
@@ -289,9 +307,14 @@ class SeveralRanks:
         self._broadcast(_Call(name, argument), "waiting for rank 0")
         return self._together[name](argument)
 
-    def share(self, value: T | None = None) -> T:
-        """The leader's value; the others' is not looked at."""
-        shared: T = self._broadcast(value, "waiting for rank 0")
+    def share(self, value: T | None = None, *, together: Together = _NOTHING) -> T:
+        """The leader's value; the others' is not looked at.
+
+        Args:
+            value: the leader's.
+            together: by name, what the others do before, where the leader asks for it by :meth:`call`.
+        """
+        shared: T = self._told(value, together, "waiting for rank 0")
         return shared
 
     def from_rank(self, rank: int, value: T) -> T:
@@ -336,6 +359,9 @@ class SeveralRanks:
         Raises:
             RankFailedError: if a collective broke because of another rank.
         """
+        if self._is_alone:  # nobody waits; what is caught further out must leave no note
+            yield
+            return
         try:
             yield
         except RankFailedError:
@@ -369,6 +395,11 @@ class SeveralRanks:
         with self._named(doing):
             dist.all_gather_object(outcomes, value, group=self._group)
         return outcomes
+
+    def _told(self, value: Any, together: Together, doing: str) -> Any:
+        while isinstance(told := self._broadcast(value, doing), _Call):
+            together[told.name](told.argument)
+        return told
 
     def _broadcast(self, value: Any, doing: str, *, source: int = 0) -> Any:
         box = [value]
@@ -443,4 +474,4 @@ def _received(failure: _Failure, doing: str) -> Exception:
 
 def _failed_words(failed: list[int], count: int, doing: str, words: str) -> str:
     who = f"rank {failed[0]}" if len(failed) == 1 else f"{len(failed)} of {count} ranks, rank {failed[0]} among them,"
-    return f"{who} failed while {doing}: {words}. The message of rank {failed[0]} says all of it."
+    return f"{who} failed while {doing}: {words.rstrip('.')}. The message of rank {failed[0]} says all of it."

@@ -126,7 +126,7 @@ class RealSteps:
         except Exception as error:
             if candidate.checkpointed_modules and _is_of_the_compiler(error):
                 mismatch = _not_compiled(error)
-            elif not is_out_of_memory(error):
+            elif not self._may_run_out(error):
                 raise
         # Outside of the except block: the error's traceback keeps the step's tensors alive.
         if measurement is not None and self._validation is not None:
@@ -164,9 +164,13 @@ class RealSteps:
                     agreed=self._ranks.mean,
                 )
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not self._may_run_out(error):
                 raise
         return math.inf
+
+    def _may_run_out(self, error: Exception) -> bool:
+        """Whether memory ran out and nobody waits in the midst of the step: others would wait for ever."""
+        return self._ranks.is_alone and is_out_of_memory(error)
 
     def _limited(self) -> AbstractContextManager[None]:
         return limit_of(self._prepared.trainer.strategy.root_device, self._prepared.budget.budget_bytes)

@@ -40,13 +40,16 @@ def fully_shard(
     Parameters, gradients and optimizer states are divided over the ranks. The parameters of a block are gathered in
     front of it and let go behind it, those of the module itself stay from its forward to the end of its backward.
 
-    What cannot be changed afterwards, so that MemFit leaves it as it is: which modules are gathered together, and the
-    mixed-precision policy. What can: MemFit's activation checkpointing may come after this call, since it replaces the
-    ``forward`` of a block and not the block; the hooks that gather its parameters stay outside of what is recomputed,
+    What cannot be changed afterwards, so that MemFit leaves it as it is: which modules are gathered together. What can:
+    MemFit's activation checkpointing may come after this call, since it replaces the ``forward`` of a block and not the
+    block; the hooks that gather its parameters stay outside of what is recomputed,
     and the parameters are there when the backward recomputes it.
 
         def configure_model(self):
             fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
+
+    Lightning calls ``configure_model`` again for every ``fit``, ``validate``, ``test`` and ``predict``: a module that
+    is sharded already is left as it is.
 
     Of a ``LightningModule`` itself, which Lightning does not call by its ``forward``, the step methods gather the
     parameters too.
@@ -68,6 +71,9 @@ def fully_shard(
     Raises:
         ConfigurationError: if there is no module of a name in ``groups``.
     """
+    is_done = is_sharded(module)
+    if is_done:
+        return module
     names = find_repeated_blocks(module) if groups is None else tuple(groups)
     if mesh is None:
         mesh = _lightnings_mesh(module)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from lightning_memfit.apply.gradient_exchange import GradientExchange
 from lightning_memfit.errors import MemFitError, RankFailedError, first_line
 from lightning_memfit.plan import Candidate, Forecast, Measurement, Plan
-from lightning_memfit.ranks import Ranks
+from lightning_memfit.ranks import Ranks, Together
 from lightning_memfit.real_steps import Ran
 
 _DOING = "running the memory warm-up"
@@ -105,20 +105,21 @@ class StepsOfAllRanks:
         self._ranks.share(_Order(action="end", about=(plan, measurement)))
 
 
-def follow(ranks: Ranks, own: OwnSteps, exchange: GradientExchange) -> tuple[Plan, Measurement]:
+def follow(ranks: Ranks, own: OwnSteps, exchange: GradientExchange, *, together: Together) -> tuple[Plan, Measurement]:
     """On the other ranks: do as rank 0 says, until a plan stands.
 
     Args:
         ranks: the processes of the run.
         own: runs candidates on this rank.
         exchange: how the ranks exchange gradients.
+        together: by name, what every rank does when rank 0 asks for it while it plans again.
 
     Raises:
         MemFitError: what rank 0 ended with.
         RankFailedError: if another rank failed.
     """
     while True:
-        order: _Order | BaseException = ranks.share()
+        order: _Order | BaseException = ranks.share(together=together)
         if isinstance(order, BaseException):
             raise order
         if order.action == "put on":
@@ -151,7 +152,9 @@ def _warm_up(ranks: Ranks, own: OwnSteps, exchange: GradientExchange, order: _Or
                 return own.warm_up(forecast, timed=False)
 
         worst = worst_of(ranks.each(by_itself, doing=_DOING).all)
-        if worst.measurement is None or worst.measurement.measured_peak_bytes > order.budget_bytes:
+        alone = worst.measurement
+        # A step that takes more than training will is not held to the budget: only whether the device has it counts.
+        if alone is None or (alone.measured_peak_bytes > order.budget_bytes and not exchange.alone_takes_more):
             return worst
     with ranks.failing(_DOING):
         if exchange.settles:

@@ -73,11 +73,13 @@ def format_bytes(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Render seconds with three significant digits.
+    """Render seconds with three significant digits, from 1,000 on whole.
 
-    >>> format_seconds(1.5), format_seconds(0.0123), format_seconds(0.0000456), format_seconds(0.0)
-    ('1.5 s', '12.3 ms', '45.6 us', '0 s')
+    >>> [format_seconds(each) for each in (1.5, 0.0123, 0.0000456, 0.0, 1800)]
+    ['1.5 s', '12.3 ms', '45.6 us', '0 s', '1,800 s']
     """
+    if abs(seconds) >= 999.5:
+        return f"{seconds:,.0f} s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -9,7 +9,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,11 +22,13 @@ from lightning_memfit.fingerprint import (
     fingerprint_of,
     harmless_differences,
     optimizer_words,
+    sharding_facts,
     stale_reasons,
     trainer_facts_of,
 )
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, Plan, PlanRequest
+from lightning_memfit.sharding import Sharding
 
 DEVICE = DeviceSpec(name="Example 9000", kind="cpu", capacity_bytes=9, available_bytes=8, process_bytes=1, cores=2)
 PACKAGE = Path(__file__).parents[1] / "lightning_memfit"
@@ -471,3 +473,33 @@ def test_a_trainer_tells_its_strategy_and_how_it_clips(namespace: str, settings:
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False, **settings
     )
     assert trainer_facts_of(trainer) == {"gradient clipping": clipping, "strategy": "SingleDeviceStrategy"}
+
+
+def _zero(stage: Literal[1, 2, 3], **settings: Any) -> Sharding:
+    return Sharding(engine="deepspeed", ranks=2, zero_stage=stage, **settings)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (_zero(1), _zero(2), _zero(3), _zero(2, reduce_bucket_elements=10)),
+        (Sharding(engine="ddp", ranks=2), Sharding(engine="ddp", ranks=2, gradient_as_bucket_view=True)),
+        tuple(
+            Sharding(engine="fsdp2", ranks=2, shard_groups=groups, reshard_after_forward=reshard)
+            for groups in (("",), ("", "blocks.0"))
+            for reshard in (True, False)
+        ),
+    ],
+)
+def test_settings_of_one_strategy_are_told_apart(others: tuple[Sharding, ...]) -> None:
+    told = [sharding_facts(each)["sharding"] for each in others]
+    assert len(set(told)) == len(told) and all(
+        words.startswith(each.label) for words, each in zip(told, others, strict=True)
+    )
+    assert all(sharding_facts(each) == sharding_facts(each) for each in others)
+
+
+def test_what_a_strategy_offloads_by_itself_is_told_and_one_device_tells_nothing() -> None:
+    assert sharding_facts(_zero(2), "optimizer") == {"sharding": "ZeRO-2 over 2, optimizer on the host"}
+    assert sharding_facts(_zero(2)) == {"sharding": "ZeRO-2 over 2"}
+    assert sharding_facts(None) == {}

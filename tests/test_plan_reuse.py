@@ -166,10 +166,12 @@ def test_a_pinned_setting_that_the_plan_does_otherwise_is_named(settings: dict[s
     assert conflicts(PLAN, PlanRequest(**settings)) == (line,)
 
 
-def test_offload_that_is_not_allowed_is_a_conflict() -> None:
-    assert conflicts(plan_with(offload="optimizer"), PlanRequest()) == (
-        "offload='never' is set, and the plan has 'optimizer'",
-    )
+def test_offload_that_is_not_allowed_is_a_conflict_where_memfit_and_not_the_strategy_moved_it() -> None:
+    moved = plan_with(offload="optimizer")
+    assert conflicts(moved, PlanRequest()) == ()
+    moved = dataclasses.replace(moved, request=PlanRequest(offload="auto"))
+    assert conflicts(moved, PlanRequest(offload="optimizer")) == ()
+    assert conflicts(moved, PlanRequest()) == ("offload='never' is set, and the plan has 'optimizer'",)
 
 
 def test_quantised_states_have_an_implementation_of_their_own() -> None:

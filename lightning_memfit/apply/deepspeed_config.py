@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import nn
 
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
-from lightning_memfit.plan import Candidate, Offload
+from lightning_memfit.plan import Candidate, Offload, Precision
 from lightning_memfit.sharding import Sharding, ZeroStage
 from lightning_memfit.undo import Undo
 
@@ -38,7 +39,8 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
         ranks: devices.
 
     Raises:
-        UnsupportedError: if ZeRO is off, if parameters are on the host, or gradients are summed in another dtype.
+        UnsupportedError: if ZeRO is off, if parameters are on the host, gradients are summed in another dtype, or the
+            optimizer is not the module's.
     """
     zero = _config_of(strategy).get("zero_optimization") or {}
     stage = zero.get("stage", 0)
@@ -54,6 +56,12 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
         )
     if not zero.get("contiguous_gradients", True):
         raise UnsupportedError("DeepSpeed's contiguous_gradients=False is not forecast. Leave it out.")
+    own = _config_of(strategy).get("optimizer")
+    if own is not None:
+        raise UnsupportedError(
+            f"DeepSpeed's configuration makes the optimizer itself (optimizer.type={own.get('type')!r}), which is not "
+            "forecast, and configure_optimizers is not asked. Take the section out, and return it there."
+        )
     summed = (_config_of(strategy).get("data_types") or {}).get("grad_accum_dtype")
     if summed is not None:
         raise UnsupportedError(f"DeepSpeed's data_types.grad_accum_dtype={summed!r} is not forecast. Leave it out.")
@@ -114,6 +122,7 @@ def write_config(
     micro_batch_size: int,
     clip_norm: float | None = None,
     module: nn.Module | None = None,
+    formatted_for: str | None = None,
 ) -> Undo:
     """Write a plan into a strategy's configuration; the engine that is built next follows it.
 
@@ -129,6 +138,7 @@ def write_config(
         micro_batch_size: samples in one forward and backward on one device; DeepSpeed logs its speed by it.
         clip_norm: largest norm of all gradients; ``None`` leaves it as it is.
         module: the module in training, to see whether its parameters are divided already.
+        formatted_for: the precision for which Lightning formatted the configuration; ``None`` if that is not known.
 
     Raises:
         ConfigurationError: if the user's own configuration sets another precision, or the module's parameters were
@@ -145,7 +155,7 @@ def write_config(
         )
     before = copy.deepcopy(config)
     try:
-        _write_precision(strategy, config, precision)
+        _write_precision(strategy, config, precision, formatted_for)
     except BaseException:
         _put_back(config, before)
         raise
@@ -167,7 +177,8 @@ def write_config(
     if offload == "never":
         zero.pop("offload_optimizer", None)
     else:
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
+        if _device_of(zero, "offload_optimizer") is None:  # also where it says "none"
+            zero["offload_optimizer"] = {**(zero.get("offload_optimizer") or {}), "device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False
     return lambda: _put_back(config, before)
 
@@ -183,15 +194,38 @@ def make_deepspeed_delegate(precision: str, *, namespace: str) -> Any:
     return plugins.DeepSpeedPrecision(precision)
 
 
-def _write_precision(strategy: Any, config: dict[str, Any], precision: str) -> None:
-    """Take out what Lightning wrote for another precision, and let it write anew."""
-    for other, section in _SECTION_OF.items():
-        written: dict[str, Any] = {}
+def own_precision(strategy: Any, formatted_for: str) -> Precision | None:
+    """The precision that the user's own configuration of DeepSpeed sets; ``None`` if it sets none.
+
+    Args:
+        strategy: Lightning's for DeepSpeed.
+        formatted_for: the precision for which Lightning formatted its configuration.
+    """
+    config = dict(_config_of(strategy))
+    _take_out_lightnings(strategy, config, (formatted_for,))
+    own = _enabled(config)
+    return None if not own else "bf16-mixed" if own[0] == "bf16" else "16-mixed"
+
+
+def _take_out_lightnings(strategy: Any, config: dict[str, Any], precisions: Iterable[str]) -> None:
+    """Take out the section that Lightning writes for one of some precisions."""
+    for other in precisions:
+        section, written = _SECTION_OF.get(other), dict[str, Any]()
+        if section is None:
+            continue
         _format(strategy, written, other)
         if config.get(section) == written.get(section):
             config.pop(section, None)
-    own = [section for section in ("bf16", "fp16") if (config.get(section) or {}).get("enabled")]
-    wanted = _SECTION_OF.get(precision)
+
+
+def _enabled(config: dict[str, Any]) -> list[str]:
+    return [section for section in ("bf16", "fp16") if (config.get(section) or {}).get("enabled")]
+
+
+def _write_precision(strategy: Any, config: dict[str, Any], precision: str, formatted_for: str | None) -> None:
+    """Take out what Lightning wrote for another precision, and let it write anew."""
+    _take_out_lightnings(strategy, config, _SECTION_OF if formatted_for is None else (formatted_for,))
+    own, wanted = _enabled(config), _SECTION_OF.get(precision)
     if own and own != [wanted]:
         raise ConfigurationError(
             f"precision={precision!r}, but your DeepSpeed configuration enables {own[0]!r}. Take that section out, or "

@@ -33,6 +33,7 @@ class ZeroExchange:
     """
 
     settles = False
+    alone_takes_more = False
 
     def __init__(self, strategy: Any) -> None:
         """Of a strategy whose model is, or will be, DeepSpeed's engine."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.apply.gradients import multiply_gradients
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import OptimizerImplementation
 from lightning_memfit.sharded_model import is_sharded, without_exchange
 from lightning_memfit.sharding import PolicyDtype, Sharding, Synchronisation
@@ -159,11 +159,29 @@ def steppable_implementations(
     Source: pytorch/pytorch ``torch/distributed/tensor/_ops/_pointwise_ops.py``, 2.13: of the fused ones, Adam's alone.
 
     Args:
-        optimizer: name of its class.
+        optimizer: name of its class, with or without its module's.
         implementations: those that run on plain tensors.
     """
-    fused = optimizer in ("Adam", "AdamW")
+    fused = optimizer.rpartition(".")[2] in ("Adam", "AdamW")
     return tuple(each for each in implementations if each != "fused" or fused)
+
+
+def check_steppable(optimizer: str, implementation: str) -> None:
+    """Refuse a pinned implementation that does not run on DTensors, before torch does in the first step.
+
+    Args:
+        optimizer: name of its class, with or without its module's.
+        implementation: as asked for.
+
+    Raises:
+        ConfigurationError: naming both, and what works.
+    """
+    if implementation == "fused" and optimizer.rpartition(".")[2] in ("SGD", "Adagrad"):
+        raise ConfigurationError(
+            f"optimizer_implementation='fused' cannot be had for {optimizer} under fully_shard: of the fused kernels "
+            "torch runs those of Adam and AdamW alone on divided parameters. Choose 'as-configured', 'foreach' or "
+            "'auto'."
+        )
 
 
 class Fsdp2Exchange:
@@ -197,6 +215,7 @@ class Fsdp2Exchange:
 
     # The first step makes the storages into which later ones gather.
     settles = True
+    alone_takes_more = False
     # Its forward gathers parameters, also where gradients wait.
     in_every_slice = True
 

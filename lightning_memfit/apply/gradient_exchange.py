@@ -32,6 +32,10 @@ class GradientExchange(Protocol):
     def never(self) -> AbstractContextManager[Any] | None:
         """Within it steps run on this rank alone; ``None`` where the engine cannot do without the others."""
 
+    @property
+    def alone_takes_more(self) -> bool:
+        """Whether a step within :meth:`never` holds what one with the others does not: its peak says nothing then."""
+
     def held_bytes(self) -> int:
         """Bytes of torch's allocator that the engine holds all the time, beside module and optimizer."""
 
@@ -73,6 +77,7 @@ class NoExchange:
 
     settles = False
     in_every_slice = False
+    alone_takes_more = False
 
 
 class DdpExchange:
@@ -102,6 +107,14 @@ class DdpExchange:
                 yield
         finally:
             model.require_forward_param_sync = before
+
+    @property
+    def alone_takes_more(self) -> bool:
+        """With gradients as views of the buckets: they become views where they are exchanged, and tensors otherwise.
+
+        Source: pytorch/pytorch ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13: ``mark_variable_ready_dense``.
+        """
+        return bool(getattr(self._strategy.model, "gradient_as_bucket_view", False))
 
     def held_bytes(self) -> int:
         """The buckets: one element for each of every parameter that is trained.

@@ -463,7 +463,9 @@ def _closure_class(base: Any) -> Any:
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             self._result = self.closure(*args, **kwargs)
-            # without any contribution there is nothing to unscale: a scaler skips the step on None
-            return self._result.loss if self._step.window.true_weight > 0 else None
+            # Without any contribution there is nothing to unscale: a scaler skips the step on None. Beside other ranks
+            # this one went backward with gradients of 0, and must step as they do.
+            steps = self._step.window.true_weight > 0 or self._step.ranks.count > 1
+            return self._result.loss if steps else None
 
     return SlicedClosure

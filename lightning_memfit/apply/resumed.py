@@ -1,11 +1,14 @@
 """The checkpoint that a run is resumed from.
 
 Adapter for Lightning's checkpoint connector: reads ``trainer._checkpoint_connector._loaded_checkpoint``, which is
-filled before ``Precision.convert_module`` runs, and emptied when everything is restored.
+filled before ``Precision.convert_module`` runs, and emptied when everything is restored. Strategies that restore after
+their set-up fill it later: of these the path is read, an argument of ``Trainer._run``.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,3 +29,27 @@ def resumed_checkpoint(trainer: Any) -> Mapping[str, Any] | None:
         )
     loaded: Mapping[str, Any] | None = connector._loaded_checkpoint
     return loaded or None
+
+
+def path_to_restore(trainer: Any) -> str | None:
+    """Where the checkpoint is that the strategy restores after its set-up; ``None`` if there is none.
+
+    Lightning sets ``trainer.ckpt_path`` only when it restores. Until then the path that it chose ("last" and "best"
+    are resolved) is an argument of ``Trainer._run``, which is among the callers of ``Precision.convert_module``.
+
+    Raises:
+        UnsupportedError: if this release of Lightning keeps it elsewhere.
+    """
+    if not trainer.strategy.restore_checkpoint_after_setup:
+        return None
+    frame = inspect.currentframe()
+    while frame is not None:
+        local = frame.f_locals if frame.f_code.co_name == "_run" else {}
+        if local.get("self") is trainer and "ckpt_path" in local:
+            path = local["ckpt_path"]
+            return None if path is None else os.fspath(path)
+        frame = frame.f_back
+    raise UnsupportedError(
+        f"No caller is {type(trainer).__name__}._run(ckpt_path=...), which says which checkpoint is resumed, in this "
+        "version of Lightning; MemFit knows 2.5 and 2.6. Install one of those, or set MEMFIT=off in the environment."
+    )

@@ -40,6 +40,11 @@ def is_ddp(strategy: Any) -> bool:
     return any(cls.__name__ == "DDPStrategy" for cls in type(strategy).__mro__) and not is_deepspeed(strategy)
 
 
+def has_static_graph(strategy: Any) -> bool:
+    """Whether DDP is told that every step uses the same parameters, equally often."""
+    return is_ddp(strategy) and bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph", False))
+
+
 def set_bucket_view(strategy: Any, gradient_as_bucket_view: bool) -> Undo:
     """Let DDP's wrapper, which is made next, keep gradients as views of its buckets, or not."""
     settings: dict[str, Any] = strategy._ddp_kwargs

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PassedOver, PlanRequest
 from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.strategies import Spread
+from lightning_memfit.sharding import Sharding
 from lightning_memfit.units import format_bytes, format_seconds
 
 
@@ -30,7 +31,7 @@ def reason_passed_over(
     """
     over = other.predicted_peak_bytes - budget.budget_bytes
     if over > 0:
-        return f"does not fit: {format_bytes(over)} over the budget"
+        return f"does not fit: {format_bytes(over)} over the budget{_other_buckets(other, chosen)}"
     over = beyond_the_host(other, host_budget_bytes)
     if over:
         return (
@@ -120,6 +121,9 @@ def _strategy_choices(
         return
     if space.strategies.given or _offload_is_asked_for(space):
         reason = "as given"
+        changed = _changed_of_the_given(space.strategies.spreads[0].sharding, candidate.sharding)
+        if changed is not None:
+            reason += f" but for {changed}: {_why_not_less(budget, space, chosen, others, ruled_out)}"
     elif (candidate.sharding, candidate.offload) == (space.strategies.spreads[0].sharding, "never"):
         reason = "departs least from a run on one device, and fits"
     else:
@@ -141,9 +145,20 @@ def _strategy_choices(
             value=candidate.offload,
             reason=f"tier 2: {alone}; {who} {format_bytes(held)} in the host's memory, {known}",
         )
-    if candidate.sharding.zero_stage is not None and space.strategies.bucket_reason is not None:
-        value = f"{candidate.sharding.reduce_bucket_elements:,} elements"
-        yield Choice(lever="buckets", value=value, reason=space.strategies.bucket_reason)
+    if candidate.sharding.zero_stage is not None:
+        size = candidate.sharding.reduce_bucket_elements
+        reason = space.strategies.bucket_reasons.get(size or 0, "as the strategy has them")
+        value = _bucket_words(candidate.sharding)
+        yield Choice(lever="buckets", value=value, reason=reason)
+
+
+def _changed_of_the_given(given: Sharding | None, chosen: Sharding) -> str | None:
+    """What MemFit set otherwise in a strategy of the user's, beside what has a choice of its own."""
+    if given is None:
+        return None
+    if given.gradient_as_bucket_view != chosen.gradient_as_bucket_view:
+        return "the gradients"
+    return "when gradients are exchanged" if given.synchronisation != chosen.synchronisation else None
 
 
 def _offload_is_asked_for(space: SearchSpace) -> bool:
@@ -177,6 +192,20 @@ def _why_not_less(
         f"faster: {format_seconds(chosen.predicted_step_seconds)} per step predicted, "
         f"{strategy_words(best.candidate)} {format_seconds(best.predicted_step_seconds)}"
     )
+
+
+def _other_buckets(other: Forecast, chosen: Forecast) -> str:
+    """What a label does not tell of two candidates of ZeRO."""
+    mine, taken = other.candidate.sharding, chosen.candidate.sharding
+    if mine is None or taken is None or mine.zero_stage is None or mine.zero_stage != taken.zero_stage:
+        return ""
+    same = mine.reduce_bucket_elements == taken.reduce_bucket_elements
+    return "" if same else f", with buckets of {_bucket_words(mine)}"
+
+
+def _bucket_words(sharding: Sharding) -> str:
+    size = sharding.reduce_bucket_elements
+    return "DeepSpeed's own size" if size is None else f"{size:,} elements"
 
 
 def strategy_words(candidate: Candidate) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import Candidate, Offload, OptimizerStates, PlanRequest
 from lightning_memfit.predict.ddp import BUCKET_BYTES
-from lightning_memfit.predict.zero_layout import LIGHTNING_BUCKET_ELEMENTS, lightning_sharding
+from lightning_memfit.predict.zero_layout import (
+    DEEPSPEED_BUCKET_ELEMENTS,
+    LIGHTNING_BUCKET_ELEMENTS,
+    lightning_sharding,
+)
 from lightning_memfit.sharding import Sharding, ZeroStage
 
 STRATEGIES = (
@@ -60,8 +64,8 @@ class Considered:
 
     spreads: tuple[Spread, ...]
     """What departs least from a plain run first."""
-    bucket_reason: str | None = None
-    """Why DeepSpeed's buckets are as large as they are."""
+    bucket_reasons: Mapping[int, str] = field(default_factory=dict)
+    """Why DeepSpeed's buckets have so many elements, by that number; those that are not here are the strategy's own."""
     left_out: tuple[str, ...] = ()
     """Ways that are not considered, each with its reason."""
     withheld: tuple[Spread, ...] = ()
@@ -126,7 +130,7 @@ def considered_strategies(
     uses_buckets = any(spread.sharding is not None and spread.sharding.zero_stage for spread in spreads)
     return Considered(
         spreads=tuple(spreads),
-        bucket_reason=bucket_reason if uses_buckets else None,
+        bucket_reasons={bucket: bucket_reason} if uses_buckets else {},
         left_out=tuple(left_out),
         given=strategy != "auto",
     )
@@ -141,20 +145,21 @@ def _on_one_device(
 ) -> Considered:
     """The plain run, and DeepSpeed with its optimizer on the host: behind it, instead of it, or withheld."""
     bucket, bucket_reason = buckets
+    reasons = {bucket: bucket_reason}
     offloaded = tuple(Spread(sharding=_staged(stage, 1, bucket), offload="optimizer") for stage in (2, 3))
     if _asks_for_deepspeed(strategy, request):
         spreads = [spread for spread in offloaded if strategy in ("auto", spread.name)]
         if request.optimizer_states == "8bit":
             spreads = _with_quantised_states(spreads, strategy)
-        return Considered(spreads=tuple(spreads), bucket_reason=bucket_reason, given=strategy != "auto")
+        return Considered(spreads=tuple(spreads), bucket_reasons=reasons, given=strategy != "auto")
     obstacle = f"the device is the host, and {_ON_CUDA_ALONE}" if device_kind != "cuda" else zero_obstacle
     if obstacle is None and request.optimizer_states == "8bit":
         obstacle = offloaded[0].obstacle("8bit")
     if request.offload == "never":
-        return ONE_DEVICE if obstacle else replace(ONE_DEVICE, bucket_reason=bucket_reason, withheld=offloaded)
+        return ONE_DEVICE if obstacle else replace(ONE_DEVICE, bucket_reasons=reasons, withheld=offloaded)
     if obstacle is not None:
         return replace(ONE_DEVICE, left_out=(f"offload to the host: {obstacle}",))
-    return Considered(spreads=(*ONE_DEVICE.spreads, *offloaded), bucket_reason=bucket_reason)
+    return Considered(spreads=(*ONE_DEVICE.spreads, *offloaded), bucket_reasons=reasons)
 
 
 def ways_of_a_run(
@@ -166,7 +171,7 @@ def ways_of_a_run(
 ) -> Considered:
     """The ways in which the strategy that a Trainer has may spread a run.
 
-    As it is set up; with smaller buffers; under DeepSpeed with the optimizer on the host, where the user allows it;
+    As it is set up; with smaller buckets; under DeepSpeed with the optimizer on the host, where the user allows it;
     under FSDP2 also with gradients that are exchanged in the last slice of a batch alone, which keeps them whole until
     then.
 
@@ -179,23 +184,29 @@ def ways_of_a_run(
     """
     if sharding is None:
         return ONE_DEVICE
-    spreads, reason = [Spread(sharding=sharding, offload=offload)], None
+    spreads, reasons = [Spread(sharding=sharding, offload=offload)], dict[int, str]()
     if sharding.engine == "ddp" and not sharding.gradient_as_bucket_view:
         spreads.append(Spread(sharding=replace(sharding, gradient_as_bucket_view=True)))
     if sharding.engine == "fsdp2" and sharding.synchronisation == "slice":
         spreads.append(Spread(sharding=replace(sharding, synchronisation="step")))
     if sharding.engine == "deepspeed":
-        bucket, reason = bucket_elements(parameter_elements)
-        reduced, gathered = (
-            None if size is None else min(size, bucket)
-            for size in (sharding.reduce_bucket_elements, sharding.allgather_bucket_elements)
-        )
-        smaller = replace(sharding, reduce_bucket_elements=reduced, allgather_bucket_elements=gathered)
-        sizes = dict.fromkeys((sharding, smaller))  # one, where they are small already
+        for most, why in (bucket_elements(parameter_elements), least_bucket_elements(parameter_elements)):
+            reasons.setdefault(most, why)
+        sizes = dict.fromkeys((sharding, *(_with_buckets(sharding, most) for most in reasons)))  # without doubles
+        reasons.pop(sharding.reduce_bucket_elements or 0, None)
         places: dict[Offload, None] = {} if asked == "optimizer" else {offload: None}
         places |= {} if asked == "never" else {"optimizer": None}
         spreads = [Spread(sharding=size, offload=place) for place in places for size in sizes]
-    return Considered(spreads=tuple(spreads), bucket_reason=reason, given=True)
+    return Considered(spreads=tuple(spreads), bucket_reasons=reasons, given=True)
+
+
+def _with_buckets(sharding: Sharding, most: int) -> Sharding:
+    """The same with buckets of at most so many elements."""
+    reduced, gathered = (
+        min(DEEPSPEED_BUCKET_ELEMENTS if size is None else size, most)
+        for size in (sharding.reduce_bucket_elements, sharding.allgather_bucket_elements)
+    )
+    return replace(sharding, reduce_bucket_elements=reduced, allgather_bucket_elements=gathered)
 
 
 def other_strategies(
@@ -271,6 +282,19 @@ def bucket_elements(parameter_elements: Sequence[int]) -> tuple[int, str]:
     return chosen, (
         f"a bucket takes its whole size whatever is in it: {chosen:,} elements hold {what} and Lightning's own are "
         f"{LIGHTNING_BUCKET_ELEMENTS:,}"
+    )
+
+
+def least_bucket_elements(parameter_elements: Sequence[int]) -> tuple[int, str]:
+    """The fewest elements of buckets in which every parameter finds room, and why one would have them.
+
+    >>> least_bucket_elements([8_000, 300])[0]
+    8000
+    """
+    largest = max(1, *parameter_elements) if parameter_elements else 1
+    return (
+        largest,
+        f"the largest parameter and no more: larger ones do not fit; {largest:,} elements are sent at a time",
     )
 
 

@@ -342,10 +342,15 @@ class _WarmUp:
                     kept = max(0, _bytes_on(device, reachable_tensors([self.module])) - before)
                 self.trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
         except Exception as error:
-            if not is_out_of_memory(error):
+            if self._others_wait or not is_out_of_memory(error):
                 raise
             return _Evaluation(ran_out=True, num_batches=num_batches)
         return _Evaluation(meter=running, kept_bytes=kept, num_batches=num_batches)
+
+    @property
+    def _others_wait(self) -> bool:
+        """Whether an evaluation step gathers parameters from other ranks, which wait if this one ends."""
+        return self.trainer.world_size > 1 and exchange_of(self.trainer.strategy).in_every_slice
 
     def _evaluation_begins(self) -> None:
         trainer, val_loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
@@ -376,11 +381,14 @@ class _WarmUp:
 
 @contextmanager
 def _not_stepped(optimizers: list[Any]) -> Iterator[set[int]]:
-    """The ``id`` of each optimizer that has not stepped yet within this context."""
-    waited_for = {id(optimizer) for optimizer in optimizers if not is_mock(optimizer)}
+    """The ``id`` of each optimizer that has not stepped yet within this context.
+
+    DeepSpeed puts one without hooks before that of the user, which it steps.
+    """
+    hooked = [each if hasattr(each, "register_step_post_hook") else each.optimizer for each in optimizers]
+    waited_for = {id(optimizer) for optimizer in hooked if not is_mock(optimizer)}
     handles = [
-        optimizer.register_step_post_hook(lambda stepped, *_: waited_for.discard(id(stepped)))
-        for optimizer in optimizers
+        optimizer.register_step_post_hook(lambda stepped, *_: waited_for.discard(id(stepped))) for optimizer in hooked
     ]
     try:
         yield waited_for

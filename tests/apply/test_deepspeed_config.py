@@ -14,6 +14,7 @@ from lightning_memfit.apply.deepspeed_config import (
     make_deepspeed_delegate,
     notes_on_precision,
     offload_of,
+    own_precision,
     write_config,
     zero_sharding,
 )
@@ -72,6 +73,7 @@ def test_sizes_are_read_by_both_of_their_names_and_auto_is_no_size() -> None:
     [
         ({}, "zero_optimization.stage is 0: nothing is divided"),
         (lightnings(3, offload_param={"device": "nvme"}), "keeps parameters on nvme"),
+        ({**lightnings(2), "optimizer": {"type": "Adam"}}, r"makes the optimizer itself \(optimizer.type='Adam'\)"),
         (lightnings(2, contiguous_gradients=False), "contiguous_gradients=False is not forecast"),
         ({**lightnings(2), "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype='fp32' is not forecast"),
     ],
@@ -133,6 +135,23 @@ def test_a_precision_of_the_users_own_stays_or_is_named() -> None:
     ):
         written(strategy)
     assert strategy.config == before
+
+
+def test_an_offload_is_written_over_a_section_that_says_none() -> None:
+    strategy = strategy_with(lightnings(2, offload_optimizer={"device": "none", "pin_memory": True}))
+    zero = written(strategy, offload="optimizer")["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+def test_a_section_like_lightnings_is_the_users_own_where_lightning_formatted_for_another_precision() -> None:
+    strategy = strategy_with(lightnings(2) | {"bf16": {"enabled": True}})
+    assert own_precision(strategy, "32-true") == "bf16-mixed" and own_precision(strategy, "bf16-mixed") is None
+    with pytest.raises(ConfigurationError, match=r"precision='32-true', but your .* enables 'bf16'"):
+        written(strategy, formatted_for="32-true")
+    assert written(strategy, precision="bf16-mixed", formatted_for="32-true")["bf16"] == {"enabled": True}
+    assert own_precision(strategy_with(lightnings(2)), "32-true") is None
+    strategy = strategy_with(lightnings(2) | {"fp16": {"enabled": True, "loss_scale": 8}})
+    assert own_precision(strategy, "32-true") == own_precision(strategy, "bf16-mixed") == "16-mixed"
 
 
 def test_an_offload_that_is_no_longer_wanted_is_taken_out_and_the_users_own_is_kept() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_memfit.apply.fsdp2 import (
     Fsdp2Exchange,
+    check_steppable,
     computing_dtype_of,
     deferred_bytes,
     is_fully_sharded,
@@ -24,8 +25,9 @@ from lightning_memfit.apply.fsdp2 import (
     reason_precision_kept,
     reason_states_not_quantised,
     sharding_of,
+    steppable_implementations,
 )
-from lightning_memfit.errors import UnsupportedError
+from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.sharded_model import fully_shard, policy_of
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.fake_ranks import fake_ranks
@@ -58,6 +60,13 @@ def test_a_sharded_module_tells_how_it_was_sharded(mesh: DeviceMesh, reshard: bo
     assert is_fully_sharded(module) and sharding_of(module) == expected
     module(torch.zeros(1, 8)).sum().backward()  # torch decides some of it in the first forward
     assert sharding_of(module) == expected
+
+
+def test_a_module_that_is_sharded_already_is_left_as_it_is(mesh: DeviceMesh) -> None:
+    """Lightning calls ``configure_model`` for ``fit`` and again for the ``validate`` behind it."""
+    module = fully_shard(blocks(), mesh=mesh, reshard_after_forward=False)
+    before = sharding_of(module)
+    assert fully_shard(module, mesh=mesh) is module and sharding_of(module) == before
 
 
 def test_a_policy_of_mixed_precision_is_told_and_none_where_nothing_is_mixed(mesh: DeviceMesh) -> None:
@@ -184,3 +193,30 @@ def test_states_in_8_bits_are_refused_under_fully_shard_alone() -> None:
     assert reason_states_not_quantised(Sharding(engine="deepspeed", ranks=2, zero_stage=3)) is None
     reason = reason_states_not_quantised(Sharding(engine="fsdp2", ranks=2, shard_groups=("",)))
     assert reason == "fully_shard makes parameters DTensors, which bitsandbytes cannot step"
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_fused_kernels_without_a_rule_for_divided_parameters_are_refused_by_name(
+    mesh: DeviceMesh, optimizer: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"'fused' cannot be had for {optimizer} under fully_shard: .*'auto'"):
+        check_steppable(optimizer, "fused")
+    check_steppable(optimizer, "foreach")
+    assert steppable_implementations(f"torch.optim.{optimizer}", ("foreach", "fused")) == ("foreach",)
+    with pytest.raises(NotImplementedError, match="sharding strategy"):  # torch's own words, which it spares the user
+        _step(getattr(torch.optim, optimizer), mesh)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+def test_fused_kernels_that_step_divided_parameters_are_not_refused(mesh: DeviceMesh, optimizer: str) -> None:
+    check_steppable(optimizer, "fused")
+    for name in (optimizer, f"torch.optim.{optimizer}"):
+        assert steppable_implementations(name, ("foreach", "fused")) == ("foreach", "fused")
+    _step(getattr(torch.optim, optimizer), mesh)
+
+
+def _step(optimizer_class: Callable[..., torch.optim.Optimizer], mesh: DeviceMesh) -> None:
+    module = fully_shard(blocks(), mesh=mesh)
+    optimizer = optimizer_class(module.parameters(), lr=0.1, fused=True)
+    module(torch.zeros(1, 8)).sum().backward()
+    optimizer.step()

@@ -498,6 +498,22 @@ def test_a_strategy_that_is_not_driven_is_named_with_what_is(
     )
 
 
+def test_an_implementation_is_not_pinned_under_deepspeed_where_it_would_not_be_applied() -> None:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from lightning_memfit.preconditions import check_trainer
+
+    class Zero:
+        strategy: Any = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+        num_devices, num_nodes, callbacks = 2, 1, ()
+
+    Zero.strategy.parallel_devices, Zero.strategy.cluster_environment = [torch.device("cpu")] * 2, None
+    with pytest.raises(ConfigurationError) as caught:
+        check_trainer(Zero(), PlanRequest(optimizer_implementation="fused"))
+    assert str(caught.value).startswith("optimizer_implementation='fused' cannot be had under DeepSpeed, which steps")
+    check_trainer(Zero(), PlanRequest(optimizer_implementation="as-configured"))
+
+
 def test_a_strategy_that_cannot_offload_is_refused_where_it_must_and_said_where_it_may(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:

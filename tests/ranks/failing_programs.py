@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemFit, planning, preparation
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.units import GIB
-from tests.ranks.trainer_programs import Case, Net, data_of, net_of
+from tests.ranks.trainer_programs import Case, Net, data_of, net_of, plugin_of
 
 SECONDS = 20
 """How long ranks wait for each other."""
@@ -72,6 +72,69 @@ def fit(net: Net, *, plugin: MemFit | None = None, case: Case | None = None, loa
             default_root_dir=folder,
         ).fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size) if loader is None else loader)
     return plugin
+
+
+class OutOfMemoryNet(Net):
+    """Runs out of memory on rank 1 of a warm-up, where the other one waits for what it would send."""
+
+    def __init__(self, case: Case, *, rank: int, at: str) -> None:
+        super().__init__(case)
+        self.rank, self.at = rank, at
+        self.has_begun = False
+
+    def on_train_start(self) -> None:
+        self.has_begun = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.at == "training" and self.has_begun and self.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.at == "validation" and self.has_begun and self.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.loss(batch)
+
+
+def out_of_memory_under_zero(rank: int) -> None:
+    """Rank 1 runs out of memory in a step of all ranks."""
+    import deepspeed
+
+    from tests.ranks.cpu_deepspeed import CPUDeepSpeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo reduces: nothing is compiled
+    strategy = CPUDeepSpeed(
+        stage=2, allgather_bucket_size=1000, reduce_bucket_size=1000, timeout=datetime.timedelta(seconds=SECONDS)
+    )
+    _run_out_of_memory(Case(micro_batch_size=3), strategy, rank, at="training")
+
+
+def out_of_memory_evaluating(rank: int) -> None:
+    """Rank 1 runs out of memory in an evaluation, whose forward gathers parameters."""
+    strategy = lightning.pytorch.strategies.ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, timeout=datetime.timedelta(seconds=SECONDS)
+    )
+    _run_out_of_memory(Case(engine="fsdp2", micro_batch_size=3), strategy, rank, at="validation")
+
+
+def _run_out_of_memory(case: Case, strategy: Any, rank: int, *, at: str) -> None:
+    torch.manual_seed(0)
+    net = OutOfMemoryNet(case, rank=rank, at=at)
+    loader = DataLoader(data_of(case), batch_size=case.loader_batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_epochs=1,
+            plugins=[plugin_of(case, folder)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        ).fit(net, loader, loader)
 
 
 def run_all(rank: int) -> dict[str, str]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 import pytest
 
 from tests.ranks.conftest import Once
-from tests.ranks.failing_programs import SECONDS, failing_in_a_slice, run_all
+from tests.ranks.failing_programs import (
+    SECONDS,
+    failing_in_a_slice,
+    out_of_memory_evaluating,
+    out_of_memory_under_zero,
+    run_all,
+)
 from tests.ranks.launch import Ended, results, run_on_ranks
 
 START_SECONDS = 60.0
@@ -89,6 +96,20 @@ def test_a_rank_that_fails_in_a_slice_ends_the_others_that_wait_for_its_gradient
     assert last_error(failed).endswith("ValueError: no such sample")
     why = "rank 1 failed while running a training step: ValueError: no such sample"
     assert f"RankFailedError: {why}" in last_error(waiting)
+
+
+@pytest.mark.parametrize("program", [out_of_memory_under_zero, out_of_memory_evaluating])
+def test_a_rank_that_runs_out_of_memory_while_others_wait_in_the_step_ends_them_at_once(
+    program: Callable[[int], None],
+) -> None:
+    """And not after the strategy's time-out, which either of them would name."""
+    if program is out_of_memory_under_zero:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install lightning-memfit[deepspeed]")
+    waiting, failed = run_on_ranks(program, seconds=START_SECONDS + 2 * SECONDS, environment={"DS_ACCELERATOR": "cpu"})
+    assert [waiting.code, failed.code] == [1, 1]
+    assert "OutOfMemoryError: CUDA out of memory" in last_error(failed)
+    assert "RankFailedError: rank 1 failed while" in last_error(waiting)
+    assert "OutOfMemoryError: CUDA out of memory" in last_error(waiting)
 
 
 def last_error(rank: Ended) -> str:

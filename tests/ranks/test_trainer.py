@@ -13,7 +13,17 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemFit
 from tests.ranks.conftest import Once
 from tests.ranks.launch import results, run_on_ranks
-from tests.ranks.trainer_programs import CASES, data_of, net_of, one_process, run_cases
+from tests.ranks.trainer_programs import (
+    CASES,
+    Case,
+    data_of,
+    losses_of_steps,
+    net_of,
+    one_process,
+    run_cases,
+    run_planned_again,
+    run_without_labels,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +45,14 @@ def test_the_weights_are_those_of_one_process_with_the_same_effective_batch(
         assert rank[name]["steps"] == expected["steps"] >= 20
         for parameter, weight in rank[name]["weights"].items():
             torch.testing.assert_close(weight, expected["weights"][parameter], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer == "adamw"])
+def test_under_adamw_the_losses_of_all_steps_are_those_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
+    case = CASES[name]
+    losses = losses_of_steps(case, [rank[name]["losses"] for rank in ranks])
+    assert losses == pytest.approx(one_process(case)["losses"], rel=0, abs=1e-4)
+    assert losses[-1] < 0.95 * losses[0]  # a comparison of a run that learns
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,3 +115,18 @@ def test_a_plan_that_changes_nothing_trains_as_without_memfit_bit_for_bit(
     for rank in ranks:
         for parameter, weight in rank[f"plain, {name}"]["weights"].items():
             assert torch.equal(rank[name]["weights"][parameter], weight)
+
+
+def test_a_rank_whose_batch_has_no_label_steps_with_the_others_under_a_gradient_scaler() -> None:
+    first, second = results(run_on_ranks(run_without_labels))
+    for parameter, weight in first.items():
+        torch.testing.assert_close(second[parameter], weight, rtol=0, atol=0)
+
+
+def test_what_the_warm_up_measured_under_fsdp2_leads_to_slices_that_all_ranks_compare_first() -> None:
+    first, second = results(run_on_ranks(run_planned_again))
+    assert first["plan"] == second["plan"] and first["plan"].split.num_slices > 1
+    expected = one_process(Case(epochs=5))["weights"]
+    for rank in (first, second):
+        for parameter, weight in rank["weights"].items():
+            torch.testing.assert_close(weight, expected[parameter], rtol=0, atol=1e-5)

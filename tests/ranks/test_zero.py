@@ -9,6 +9,7 @@ import torch
 
 from tests.ranks.conftest import Once
 from tests.ranks.launch import results, run_on_ranks
+from tests.ranks.trainer_programs import losses_of_steps
 from tests.ranks.zero_programs import (
     CASES,
     LIVE,
@@ -66,6 +67,8 @@ def test_where_deepspeeds_adam_cannot_be_built_torchs_steps_on_the_host_and_the_
 ) -> None:
     """Reported in deepspeedai/DeepSpeed#483, deepspeedai/DeepSpeed#1846, deepspeedai/DeepSpeed#3488."""
     check_weights(ranks, "cannot be built", NOT_BUILT)
+    losses = losses_of_steps(NOT_BUILT, [rank["cannot be built"]["losses"] for rank in ranks])
+    assert losses == pytest.approx(one_process(NOT_BUILT)["losses"], rel=0, abs=1e-4)
     plan = ranks[0]["cannot be built"]["plan"]
     assert plan.candidate.offload == "optimizer" and plan.candidate.optimizer_implementation == "as-configured"
     reason = next(each.reason for each in plan.choices if each.lever == "optimizer_implementation")

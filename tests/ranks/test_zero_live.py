@@ -9,6 +9,7 @@ import torch
 
 from lightning_memfit.apply.cpu_adam import find_cpu_adam
 from tests.ranks.launch import results, run_on_ranks
+from tests.ranks.trainer_programs import losses_of_steps
 from tests.ranks.zero_live_programs import CASES, run_live, run_moved
 from tests.ranks.zero_programs import one_process
 
@@ -60,6 +61,8 @@ def test_deepspeeds_adam_steps_where_memfit_offloads(ranks: list[dict[str, Any]]
         candidate = rank[name]["plan"].candidate
         assert (candidate.offload, candidate.optimizer_implementation) == ("optimizer", "cpu-adam")
         assert rank[name]["optimizer"] == "DeepSpeedCPUAdam"
+    losses = losses_of_steps(CASES[name], [rank[name]["losses"] for rank in ranks])
+    assert losses == pytest.approx(one_process(CASES[name])["losses"], rel=0, abs=1e-4)
 
 
 def test_a_run_goes_on_where_its_optimizer_was_or_in_the_other_place() -> None:
@@ -69,6 +72,8 @@ def test_a_run_goes_on_where_its_optimizer_was_or_in_the_other_place() -> None:
             before, _, after = name.partition(" to ")
             assert moved["steps"] == stayed["steps"] == 9
             assert moved["optimizer"] == {"never": "AdamW", "optimizer": "DeepSpeedCPUAdam"}[after]
+            used_again = "the plan came with the checkpoint, so that nothing was searched" in moved["plan"].notes
+            assert used_again == (before == after)
             for parameter, weight in stayed["weights"].items():
                 atol = 0 if before == after else 1e-6
                 torch.testing.assert_close(moved["weights"][parameter], weight, rtol=0, atol=atol)

@@ -19,6 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_memfit import MemFit, fully_shard
 from lightning_memfit.apply.fsdp2 import is_fully_sharded
+from lightning_memfit.plan import Forecast
+from lightning_memfit.real_steps import Ran, RealSteps
 
 RANKS = 2
 QUIET: dict[str, Any] = {
@@ -202,12 +204,17 @@ def loader_of(case: Case, rank: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=case.loader_batch_size, sampler=sampler)
 
 
-def plugin_of(case: Case, folder: str) -> MemFit:
+def plugin_of(case: Case, folder: str, **settings: Any) -> MemFit:
     return MemFit(
         effective_batch_size=case.effective_batch_size,
-        micro_batch_size=case.micro_batch_size,
-        **{"precision": "32-true", "optimizer_implementation": "as-configured", "activation_checkpointing": "none"}
-        | case.settings,
+        **{
+            "micro_batch_size": case.micro_batch_size,
+            "precision": "32-true",
+            "optimizer_implementation": "as-configured",
+            "activation_checkpointing": "none",
+        }
+        | case.settings
+        | settings,
         cache_dir=f"{folder}/cache",
         verbose=False,
     )
@@ -265,6 +272,54 @@ def run_cases(rank: int) -> dict[str, dict[str, Any]]:
         for name in ("nothing divided", "fsdp2, nothing divided"):
             found[f"plain, {name}"] = plain(CASES[name], rank, folder)
         return found
+
+
+def losses_of_steps(case: Case, ranks: list[list[float]]) -> list[float]:
+    """The mean loss of each optimizer step, of the losses that every rank saw batch by batch.
+
+    Args:
+        case: one whose Lightning batches have the same size.
+        ranks: losses in the order of batches.
+    """
+    per_epoch, found = case.samples // (RANKS * case.loader_batch_size), []
+    # Callbacks see what Lightning divided by the number of accumulated batches.
+    of_batches = [case.accumulate * sum(each) / len(each) for each in zip(*ranks, strict=True)]
+    for start in range(0, len(of_batches), per_epoch):
+        epoch = of_batches[start : start + per_epoch]
+        windows = [epoch[first : first + case.accumulate] for first in range(0, per_epoch, case.accumulate)]
+        found += [sum(window) / len(window) for window in windows]
+    return found
+
+
+def run_without_labels(rank: int) -> dict[str, torch.Tensor]:
+    """Weights of a run with a gradient scaler, in which one rank's second batch has no label and the other's has."""
+    settings = {"loss_weight": "tokens", "precision": "16-mixed"}
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, torch.Tensor] = train(
+            Case(tokens=True, micro_batch_size=3, epochs=2, settings=settings), rank, folder
+        )["weights"]
+        return found
+
+
+def run_planned_again(rank: int) -> dict[str, Any]:
+    """A run under FSDP2 whose undivided step is measured to need more than it may, so that slices are compared then."""
+    measured_for_real, case = RealSteps.warm_up, Case(engine="fsdp2", epochs=5)
+
+    def measured_large(steps: RealSteps, forecast: Forecast, *, timed: bool) -> Ran:
+        ran = measured_for_real(steps, forecast, timed=timed)
+        if forecast.candidate.split.num_slices > 1 or ran.measurement is None:
+            return ran
+        large = dataclasses.replace(ran.measurement, measured_peak_allocated_bytes=2**30)
+        return dataclasses.replace(ran, measurement=large)
+
+    RealSteps.warm_up = measured_large  # type: ignore[method-assign]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plugin, net = plugin_of(case, folder, micro_batch_size="auto", budget="200MiB"), net_of(case)
+            trainer_of(case, [plugin], folder).fit(net, loader_of(case, rank))
+            return {"weights": weights_of(net), "plan": plugin.plan}
+    finally:
+        RealSteps.warm_up = measured_for_real  # type: ignore[method-assign]
 
 
 def one_process(case: Case) -> dict[str, Any]:

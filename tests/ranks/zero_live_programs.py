@@ -41,6 +41,9 @@ CASES: dict[str, LiveCase] = {
         memfit={"optimizer_implementation": "auto", "activation_checkpointing": "auto", "optimizer_states": "auto"},
     ),
     "stage 3, blocks recomputed": LiveCase(stage=3, memfit={"activation_checkpointing": "blocks"}),
+    "stage 2, a batch without labels": LiveCase(
+        stage=2, tokens=True, accumulate=1, samples=8 * RANKS * 4, memfit={"loss_weight": "tokens"}
+    ),
     "stage 1, offloaded": LiveCase(stage=1, offload="optimizer"),
     "stage 2, offloaded by MemFit": LiveCase(
         stage=2, optimizer="adamw", memfit={"offload": "optimizer", "optimizer_implementation": "auto"}
@@ -118,6 +121,7 @@ def fit(
     assert plugin.plan is not None and plugin.measured is not None
     return {
         "weights": whole_weights(net),
+        "losses": net.losses,
         "steps": trainer.global_step,
         "plan": plugin.plan,
         "measured": plugin.measured,

@@ -168,17 +168,19 @@ def whole_weights(net: nn.Module) -> dict[str, torch.Tensor]:
 def one_process(case: ZeroCase) -> dict[str, Any]:
     """The run in one process, clipped as the case says."""
     net, data = net_of(case), data_of(case)
-    optimizer, steps = optimizer_of(net, case), 0
+    optimizer, steps, losses = optimizer_of(net, case), 0, []
     for _ in range(case.epochs):
         for start in range(0, case.samples, case.effective_batch_size):
             members = [data[index] for index in range(start, min(start + case.effective_batch_size, case.samples))]
             optimizer.zero_grad()
-            net.loss(torch.utils.data.default_collate(members)).backward()
+            loss = net.loss(torch.utils.data.default_collate(members))
+            loss.backward()
             if case.clip_norm is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), case.clip_norm)
             optimizer.step()
+            losses.append(loss.item())
             steps += 1
-    return {"weights": net.state_dict(), "steps": steps}
+    return {"weights": net.state_dict(), "losses": losses, "steps": steps}
 
 
 class Constant(lightning.LightningModule):
@@ -232,6 +234,7 @@ def train_live(case: ZeroCase, rank: int, folder: str, **settings: Any) -> dict[
     trainer.fit(net, loader_of(case, rank))
     return {
         "weights": whole_weights(net),
+        "losses": net.losses,
         "steps": trainer.global_step,
         "plan": plugin.plan,
         "measured": plugin.measured,

@@ -36,7 +36,7 @@ def test_on_one_gpu_the_host_comes_behind_the_plain_run() -> None:
     assert names(found) == [None, *OFFLOADED] and not found.given and not found.withheld
     sharding = found.spreads[1].sharding
     assert sharding is not None and sharding.ranks == 1 and sharding.overlap_communication
-    assert sharding.reduce_bucket_elements == 13_107_200 and "13,107,200 elements" in (found.bucket_reason or "")
+    assert sharding.reduce_bucket_elements == 13_107_200 and "13,107,200 elements" in found.bucket_reasons[13_107_200]
 
 
 def test_on_one_gpu_the_host_is_withheld_from_who_did_not_ask() -> None:

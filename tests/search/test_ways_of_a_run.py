@@ -20,7 +20,12 @@ ZERO = Sharding(
     reduce_bucket_elements=200_000_000,
     allgather_bucket_elements=200_000_000,
 )
+LEAST = 1000  # of the largest parameter
 SMALL = 13_107_200  # as many elements as DDP's 25 MiB hold in 16 bits: the largest parameter has fewer
+
+
+def smaller(sharding: Sharding) -> list[Sharding]:
+    return [replace(sharding, reduce_bucket_elements=most, allgather_bucket_elements=most) for most in (SMALL, LEAST)]
 
 
 def test_one_device_spreads_nothing() -> None:
@@ -41,18 +46,13 @@ def test_fsdp2_exchanges_after_every_slice_or_once() -> None:
 
 def test_zero_keeps_its_offload_and_its_buckets_or_has_smaller_ones() -> None:
     ways = ways_of_a_run(ZERO, "optimizer", SIZES)
-    smaller = replace(ZERO, reduce_bucket_elements=SMALL, allgather_bucket_elements=SMALL)
-    assert ways.spreads == (
-        Spread(sharding=ZERO, offload="optimizer"),
-        Spread(sharding=smaller, offload="optimizer"),
-    )
-    assert ways.bucket_reason is not None and "13,107,200 elements" in ways.bucket_reason
+    assert ways.spreads == tuple(Spread(sharding=each, offload="optimizer") for each in (ZERO, *smaller(ZERO)))
+    assert list(ways.bucket_reasons) == [SMALL, LEAST] and "13,107,200 elements" in ways.bucket_reasons[SMALL]
 
 
 def test_zero_offloads_where_it_may_behind_what_it_is_and_where_it_must_in_its_place() -> None:
-    smaller = replace(ZERO, reduce_bucket_elements=SMALL, allgather_bucket_elements=SMALL)
-    away = (Spread(sharding=ZERO, offload="optimizer"), Spread(sharding=smaller, offload="optimizer"))
-    here = (Spread(sharding=ZERO), Spread(sharding=smaller))
+    away = tuple(Spread(sharding=each, offload="optimizer") for each in (ZERO, *smaller(ZERO)))
+    here = tuple(Spread(sharding=each) for each in (ZERO, *smaller(ZERO)))
     assert ways_of_a_run(ZERO, "never", SIZES, asked="auto").spreads == here + away
     assert ways_of_a_run(ZERO, "never", SIZES, asked="optimizer").spreads == away
     # What the strategy itself keeps on the host stays there.
@@ -96,8 +96,25 @@ def test_an_optimizer_on_the_host_is_stepped_in_one_way_whatever_the_device_offe
 
 
 def test_buckets_that_are_small_already_stay() -> None:
-    small = replace(ZERO, reduce_bucket_elements=1000, allgather_bucket_elements=None)
+    small = replace(ZERO, reduce_bucket_elements=1000, allgather_bucket_elements=1000)
     assert ways_of_a_run(small, "never", SIZES).spreads == (Spread(sharding=small),)
+
+
+def test_buckets_that_a_configuration_leaves_out_are_deepspeeds_own_half_a_billion_and_may_be_smaller() -> None:
+    unsaid = replace(ZERO, reduce_bucket_elements=None, allgather_bucket_elements=1000)
+    sizes = [
+        each.sharding.reduce_bucket_elements for each in ways_of_a_run(unsaid, "never", SIZES).spreads if each.sharding
+    ]
+    assert sizes == [None, SMALL, LEAST]
+
+
+def test_buckets_are_no_smaller_than_the_largest_parameter_and_of_one_size_where_that_is_large() -> None:
+    sizes = [
+        each.sharding.reduce_bucket_elements
+        for each in ways_of_a_run(ZERO, "never", (10**8, 5)).spreads
+        if each.sharding
+    ]
+    assert sizes == [200_000_000, 10**8]
 
 
 def space_of(*spreads: Spread) -> SearchSpace:
