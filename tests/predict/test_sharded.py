@@ -87,6 +87,21 @@ def test_a_floor_is_what_lies_there_when_the_optimizer_steps() -> None:
     assert floor_bytes(weight, 8000, candidate(None)) == 0 and host_bytes(weight, 8000, candidate(None)) is None
 
 
+def test_steps_of_a_policy_and_without_one_are_recorded_apart() -> None:
+    def forecaster() -> Any:
+        return _forecaster(
+            network(), torch.zeros(4, 128, 512, device="meta"), lambda module, batch: module(batch).square().mean(),
+            torch.optim.AdamW, prober=None, device=detect_device("cpu"),
+        )  # fmt: skip
+
+    plain = candidate(FSDP2, precision="32-true")
+    policy = candidate(replace(FSDP2, param_dtype="bfloat16"), precision="32-true")
+    one = forecaster()
+    found = [one.estimate(each).memory for each in (plain, policy, plain)]
+    assert found == [forecaster().estimate(each).memory for each in (plain, policy, plain)]
+    assert found[1].peak_allocated_bytes < found[0].peak_allocated_bytes
+
+
 def network() -> nn.Module:
     layers = [nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512)]
     with torch.device("meta"):
