@@ -148,7 +148,7 @@ def predicted(case: ZeroCase, rank: int) -> tuple[MemoryBreakdown, int]:
         ),
         sharding,
         trace_flat_steps(program, partial(group_share, settings=settings)),
-        offload="optimizer" if case.offloads else "never",
+        offload="parameters" if case.parameters_too else "optimizer" if case.offloads else "never",
         rank=rank,
         memory="both",
         collectives="gloo",

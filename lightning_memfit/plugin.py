@@ -41,7 +41,7 @@ from lightning_memfit.plan import Measurement, Plan
 from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
 from lightning_memfit.planning import Announce
-from lightning_memfit.preconditions import check_batch_functions, check_settings, check_trainer, idle_reason
+from lightning_memfit.preconditions import check_batch_functions, check_trainer, idle_reason
 from lightning_memfit.report.hyperparameters import hyperparameters_of, log_hyperparameters
 from lightning_memfit.report.record import write_no_fit, write_record
 from lightning_memfit.report.table import render_measurement, render_plan
@@ -179,7 +179,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             planning_seconds=planning_seconds,
         )
         check_no_fit_value(on_no_fit, no_fit_value)
-        check_settings(self.request)
         check_batch_functions(split_batch=split_batch, loss_weight=loss_weight)
         self.verbose = verbose
         self.no_fit_value = no_fit_value

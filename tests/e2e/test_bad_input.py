@@ -157,16 +157,6 @@ def test_a_setting_that_cannot_be_used_is_refused_at_once(case: str) -> None:
     assert str(caught.value) == message
 
 
-def test_parameters_on_the_host_are_refused_and_not_ignored() -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        MemFit(offload="parameters")
-    assert str(caught.value) == (
-        "MemFit(offload='parameters') is not supported in this release: what parameters on the host need is not "
-        "forecast. Use offload='auto' or 'optimizer', which keep the optimizer on the host under DeepSpeed, or "
-        "DeepSpeedStrategy(stage=3), which divides the parameters over the devices."
-    )
-
-
 # What a fit refuses: nothing has changed when it does.
 
 

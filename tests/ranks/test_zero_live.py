@@ -58,8 +58,17 @@ def test_the_plan_is_of_the_runs_own_stage_and_its_forecast_near_what_was_measur
 def test_deepspeeds_adam_steps_where_memfit_offloads(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         candidate = rank[name]["plan"].candidate
-        assert (candidate.offload, candidate.optimizer_implementation) == ("optimizer", "cpu-adam")
+        assert (candidate.offload, candidate.optimizer_implementation) == (CASES[name].memfit["offload"], "cpu-adam")
         assert rank[name]["optimizer"] == "DeepSpeedCPUAdam"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_on_the_host_where_the_plan_says_so_and_nowhere_else(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for rank in ranks:
+        assert rank[name]["parameters_on_host"] == (rank[name]["plan"].candidate.offload == "parameters")
+        assert rank[name]["parameters_on_host"] == ("parameters" in name)
 
 
 def test_a_run_goes_on_where_its_optimizer_was_or_in_the_other_place() -> None:
