@@ -127,8 +127,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
                 module names as in ``fnmatch``.
             optimizer_states: ``"as-configured"``, ``"8bit"`` (needs bitsandbytes), or ``"auto"``: 8-bit states only
                 where nothing fits without.
-            offload: ``"auto"`` keeps the optimizer on the host, under DeepSpeed, only where nothing else fits;
-                ``"optimizer"`` always does; ``"never"`` leaves it where the strategy has it.
+            offload: ``"auto"`` keeps the optimizer on the host, under DeepSpeed, only where nothing else fits, and in
+                stage 3 the parameters too where that is not enough; ``"optimizer"`` always does, ``"parameters"`` both;
+                ``"never"`` leaves them where the strategy has them.
             micro_batch_size: samples of the largest slice, or ``"auto"``.
             optimizer_implementation: ``"as-configured"``, ``"single-tensor"``, ``"foreach"``, ``"fused"``, or
                 ``"auto"``: the fastest that fits.

@@ -97,8 +97,8 @@ def _check_offload(trainer: Any, request: PlanRequest, found: str) -> None:
     if asked == "parameters" and frozen_on_the_device(strategy, trainer.lightning_module):
         raise ConfigurationError(
             "MemFit(offload='parameters'), and configure_model divided frozen parameters on the device, where "
-            "DeepSpeed would leave them. Use DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True), which "
-            "divides them on the host."
+            "DeepSpeed would leave them. Use DeepSpeedStrategy(stage=3, offload_optimizer=True, "
+            "offload_parameters=True), which divides them on the host."
         )
     if asked == "optimizer" and offload_of(strategy) == "parameters":
         raise ConfigurationError(

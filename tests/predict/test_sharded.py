@@ -99,6 +99,7 @@ def network() -> nn.Module:
         *(Spread(sharding=replace(ZERO, zero_stage=stage)) for stage in (1, 2, 3)),
         Spread(sharding=ZERO, offload="optimizer"),
         *(Spread(sharding=replace(ZERO, ranks=1, zero_stage=stage), offload="optimizer") for stage in (2, 3)),
+        *(Spread(sharding=replace(ZERO, ranks=ranks, zero_stage=3), offload="parameters") for ranks in (1, 2)),
         Spread(sharding=FSDP2),
     ],
     ids=lambda spread: f"{spread.name}_over_{spread.sharding.ranks}",
