@@ -23,7 +23,7 @@ OFFLOADED_BY_MEMFIT = [name for name in CASES if name.endswith("offloaded by Mem
 def ranks() -> list[dict[str, Any]]:
     found = find_cpu_adam(seconds=900)  # built once, so that no rank waits for it
     assert found.works, found.reason
-    return results(run_on_ranks(run_live, environment={"DS_ACCELERATOR": "cpu"}, seconds=300))
+    return results(run_on_ranks(run_live, environment={"DS_ACCELERATOR": "cpu"}, seconds=420))
 
 
 @pytest.mark.parametrize("name", CASES)
