@@ -101,6 +101,24 @@ def _cases() -> Iterator[ZeroCase]:
         yield ZeroCase(model="mlp", stage=3, bucket=100_000, precision="32-true", reuse=0, **more)
     yield ZeroCase(model="gpt", stage=3, bucket=100_000, slices=2, reuse=500_000, persistence=1000, prefetch=0)
     yield from _cases_of_one_rank()
+    yield from _cases_with_parameters_on_the_host()
+
+
+def _cases_with_parameters_on_the_host() -> Iterator[ZeroCase]:
+    """Of a CPU only the sum of host and device is seen, as in all the others."""
+    ways: tuple[dict[str, Any], ...] = (
+        {"model": "odd", "slices": 3},
+        {"model": "odd", "precision": "32-true", "groups": 2},
+        {"model": "odd", "frozen": True},
+        {"model": "mlp", "precision": "32-true", "slices": 3, "recomputes": True, "persistence": 1000, "reuse": 0},
+        {"model": "mlp", "recomputes": True},
+        {"model": "gpt"},
+        {"model": "gpt", "slices": 3, "recomputes": True},
+    )
+    for ranks in (2, 1):
+        for way in ways:
+            bucket = 300_000 if way["model"] == "mlp" else 100_000
+            yield ZeroCase(stage=3, ranks=ranks, bucket=bucket, offloads=True, parameters_too=True, **way)
 
 
 def _cases_of_one_rank() -> Iterator[ZeroCase]:
@@ -148,7 +166,7 @@ def predicted(case: ZeroCase, rank: int) -> tuple[MemoryBreakdown, int]:
         ),
         sharding,
         trace_flat_steps(program, partial(group_share, settings=settings)),
-        offload="optimizer" if case.offloads else "never",
+        offload="parameters" if case.parameters_too else "optimizer" if case.offloads else "never",
         rank=rank,
         memory="both",
         collectives="gloo",

@@ -23,6 +23,7 @@ from benchmarks.allocator.budget_allocator import BudgetAllocator
 from benchmarks.zoo_models.attention import GPT
 from benchmarks.zoo_models.feed_forward import MLP
 from benchmarks.zoo_models.workload import Batch, Workload
+from lightning_memfit.apply.activation_checkpointing import checkpoint_modules
 from lightning_memfit.sharding import ZeroStage
 
 OPTIMIZER_STEPS = 17
@@ -54,6 +55,10 @@ class ZeroCase:
     """Forwards and backwards in an optimizer step."""
     offloads: bool = False
     """Whether the optimizer and its states are on the host."""
+    parameters_too: bool = False
+    """Stage 3: whether the shares of parameters are there too."""
+    recomputes: bool = False
+    """Whether blocks of the network are recomputed in the backward."""
     groups: int = 1
     """Parameter groups: one, or weights and the rest."""
     frozen: bool = False
@@ -72,7 +77,9 @@ class ZeroCase:
             "1 rank": self.ranks == 1,
             "overlap": self.overlaps,
             f"{self.slices} slices": self.slices > 1,
-            "offload": self.offloads,
+            "offload": self.offloads and not self.parameters_too,
+            "offload parameters": self.parameters_too,
+            "recomputed": self.recomputes,
             f"{self.groups} groups": self.groups > 1,
             "frozen": self.frozen,
             f"persistence {self.persistence}": self.persistence is not None,
@@ -96,6 +103,8 @@ class ZeroCase:
         zero |= {name: value for name, value in options.items() if value is not None}
         if self.offloads:
             zero["offload_optimizer"] = {"device": "cpu"}
+        if self.parameters_too:
+            zero["offload_param"] = {"device": "cpu"}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
@@ -144,6 +153,9 @@ def build(case: ZeroCase) -> tuple[TrainedModule, list[Batch]]:
     module = TrainedModule(workload)
     if case.frozen:
         next(module.parameters()).requires_grad_(False)
+    if case.recomputes:
+        blocks = dict(workload.network.named_children())["blocks"]
+        checkpoint_modules(workload.network, [f"blocks.{name}" for name, _ in blocks.named_children()])
     parts = {name: tensor.tensor_split(case.slices) for name, tensor in workload.batch.items()}
     return module, [{name: each[index] for name, each in parts.items()} for index in range(case.slices)]
 

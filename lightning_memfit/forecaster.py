@@ -327,12 +327,19 @@ class Forecaster:
             predicted_step_seconds=self._with_exchanges(self._seconds(timeline, candidate.split), sent),
             exchanged_bytes=sent,
             seconds_count_exchanges=sent is not None and self._target.link_bytes_per_second is not None,
-            host_bytes=None if candidate.offload == "never" else self._host_bytes(parameters, candidate),
+            host_bytes=(
+                None
+                if candidate.offload == "never"
+                else self._host_bytes(parameters, candidate, self._step(candidate, None))
+            ),
             notes=(*timeline.notes, *probes.notes),
         )
 
-    def _host_bytes(self, parameters: Sequence[ParameterLayout], candidate: Candidate) -> int | None:
-        return host_bytes(parameters, self._step(candidate, None).cost.states_bytes, candidate)
+    def _host_bytes(
+        self, parameters: Sequence[ParameterLayout], candidate: Candidate, step: _OptimizerStep
+    ) -> int | None:
+        groups = [each.parameters for each in step.step.flat] if self._is_of_a_gpu else ()  # a CPU pins nothing
+        return host_bytes(parameters, step.cost.states_bytes, candidate, groups=groups)
 
     def _replayed(self, candidate: Candidate) -> Forecast | None:
         """The derived timeline replayed as the device would; ``None`` on the host, and where it cannot be derived."""
@@ -380,7 +387,7 @@ class Forecaster:
             predicted_step_seconds=self._with_exchanges(_whole(recorded.seconds, variant, step.seconds), sent),
             exchanged_bytes=sent,
             seconds_count_exchanges=sent is not None and self._target.link_bytes_per_second is not None,
-            host_bytes=host_bytes(recorded.variants.parameters, step.cost.states_bytes, candidate),
+            host_bytes=self._host_bytes(recorded.variants.parameters, candidate, step),
             confirmed=False,
             notes=tuple(dict.fromkeys((*recorded.notes, *step.notes))),
         )

@@ -125,7 +125,7 @@ def forecast(
         probe_operators: run each distinct operator once, in a process of its own, for its hidden temporaries.
         cache_dir: keeps what probing found.
         sharding: how training is spread over several such devices; the forecast is that of one rank.
-        offload: what DeepSpeed keeps on the host.
+        offload: what DeepSpeed keeps on the host; ``"parameters"`` is optimizer and parameters, in stage 3.
 
     Returns:
         The peak in bytes of the torch allocator, by category and phase.
@@ -194,9 +194,11 @@ def make_plan(
         cache_dir: keeps what probing found, and the measured rates of the device.
         num_devices: devices of this kind in one node; every optimizer step is spread over all of them.
         strategy: ``"auto"``, ``"ddp"``, ``"deepspeed_stage_1"`` to ``"deepspeed_stage_3_offload"``, or ``"fsdp2"``; of
-            one device ``"auto"`` or ``"deepspeed_stage_2_offload"``.
-        offload: ``"auto"`` moves the optimizer to the host, with DeepSpeed on a GPU, only where nothing else fits;
-            ``"optimizer"`` moves it whatever fits, ``"never"`` does not. ``None`` is ``"auto"`` for several devices and
+            one device ``"auto"`` or those of ``"_offload"``. As Lightning has them, stage 2 keeps the optimizer on the
+            host, stage 3 the parameters too.
+        offload: ``"auto"`` moves the optimizer to the host, with DeepSpeed on a GPU, only where nothing else fits, and
+            the parameters too, in stage 3, where that is not enough; ``"optimizer"`` moves it whatever fits,
+            ``"parameters"`` both, ``"never"`` nothing. ``None`` is ``"auto"`` for several devices and
             ``"never"`` for one, where training as planned would need another strategy than a plain Trainer has.
         host_memory: bytes of the node's host that all ranks together may use, text such as ``"1TiB"``, or ``None``
             where that is not known: the plan then says what it needs.

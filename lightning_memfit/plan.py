@@ -216,6 +216,11 @@ class Candidate:
         return 2 * (self.offload != "never" or self.precision == "bf16-true") + (self.optimizer_states == "8bit")
 
     @property
+    def kept_on_host(self) -> int:
+        """How much is: 0 for nothing, 1 for the optimizer, 2 for it and the parameters."""
+        return get_args(Offload).index(self.offload)
+
+    @property
     def label(self) -> str:
         """One line for tables, such as ``"4 slices of <= 4, checkpointing: blocks"``."""
         split = self.split

@@ -41,7 +41,7 @@ from lightning_memfit.plan import Measurement, Plan
 from lightning_memfit.plan_file import FILE_NAME
 from lightning_memfit.plan_reuse import given_plan, plan_into_checkpoint
 from lightning_memfit.planning import Announce
-from lightning_memfit.preconditions import check_batch_functions, check_settings, check_trainer, idle_reason
+from lightning_memfit.preconditions import check_batch_functions, check_trainer, idle_reason
 from lightning_memfit.report.hyperparameters import hyperparameters_of, log_hyperparameters
 from lightning_memfit.report.record import write_no_fit, write_record
 from lightning_memfit.report.table import render_measurement, render_plan
@@ -127,8 +127,9 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
                 module names as in ``fnmatch``.
             optimizer_states: ``"as-configured"``, ``"8bit"`` (needs bitsandbytes), or ``"auto"``: 8-bit states only
                 where nothing fits without.
-            offload: ``"auto"`` keeps the optimizer on the host, under DeepSpeed, only where nothing else fits;
-                ``"optimizer"`` always does; ``"never"`` leaves it where the strategy has it.
+            offload: ``"auto"`` keeps the optimizer on the host, under DeepSpeed, only where nothing else fits, and in
+                stage 3 the parameters too where that is not enough; ``"optimizer"`` always does, ``"parameters"`` both;
+                ``"never"`` leaves them where the strategy has them.
             micro_batch_size: samples of the largest slice, or ``"auto"``.
             optimizer_implementation: ``"as-configured"``, ``"single-tensor"``, ``"foreach"``, ``"fused"``, or
                 ``"auto"``: the fastest that fits.
@@ -179,7 +180,6 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
             planning_seconds=planning_seconds,
         )
         check_no_fit_value(on_no_fit, no_fit_value)
-        check_settings(self.request)
         check_batch_functions(split_batch=split_batch, loss_weight=loss_weight)
         self.verbose = verbose
         self.no_fit_value = no_fit_value

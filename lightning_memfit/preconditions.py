@@ -8,7 +8,12 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-from lightning_memfit.apply.deepspeed_config import is_deepspeed
+from lightning_memfit.apply.deepspeed_config import (
+    frozen_on_the_device,
+    is_deepspeed,
+    offload_of,
+    zero_sharding,
+)
 from lightning_memfit.apply.fsdp2 import is_fully_sharded
 from lightning_memfit.apply.sharding import has_static_graph, is_ddp, is_model_parallel
 from lightning_memfit.apply.slicing import check_loss_weight
@@ -16,20 +21,6 @@ from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.plan import PlanRequest
 
 _WAY_OUT = "Set MEMFIT=off in the environment, or MemFit(mode='off'), to train as if MemFit were not there."
-
-
-def check_settings(request: PlanRequest) -> None:
-    """Refuse settings whose levers this release does not have, instead of ignoring them.
-
-    Raises:
-        UnsupportedError: naming the setting, its value and what works.
-    """
-    if request.offload == "parameters":
-        raise UnsupportedError(
-            "MemFit(offload='parameters') is not supported in this release: what parameters on the host need is not "
-            "forecast. Use offload='auto' or 'optimizer', which keep the optimizer on the host under DeepSpeed, or "
-            "DeepSpeedStrategy(stage=3), which divides the parameters over the devices."
-        )
 
 
 def check_batch_functions(*, split_batch: object, loss_weight: object) -> None:
@@ -76,11 +67,7 @@ def check_trainer(trainer: Any, request: PlanRequest) -> None:
             "ModelParallelStrategy, and fully_shard was called on nothing in the module: each rank would hold and "
             "train a whole model of its own. Call lightning_memfit.fully_shard(self) in configure_model."
         )
-    if request.offload == "optimizer" and not is_deepspeed(strategy):
-        raise ConfigurationError(
-            f"MemFit(offload='optimizer') keeps the optimizer on the host under DeepSpeed, and this run is that of "
-            f"{found}. Use Trainer(strategy='deepspeed_stage_2'), which runs on one GPU too, or offload='never'."
-        )
+    _check_offload(trainer, request, found)
     asked = request.optimizer_implementation
     if is_deepspeed(strategy) and asked not in ("auto", "as-configured"):
         raise ConfigurationError(
@@ -94,6 +81,36 @@ def check_trainer(trainer: Any, request: PlanRequest) -> None:
                 f"GradientAccumulationScheduler({callback.scheduling}) changes accumulate_grad_batches while training, "
                 "so that the effective batch is not one number. Remove the callback: MemFit sets the accumulation."
             )
+
+
+def _check_offload(trainer: Any, request: PlanRequest, found: str) -> None:
+    """Refuse to keep on the host what the strategy does not keep there, or less than it does by itself."""
+    strategy, asked = trainer.strategy, request.offload
+    if asked not in ("optimizer", "parameters"):
+        return
+    what, stage = ("the optimizer", 2) if asked == "optimizer" else ("optimizer and parameters", 3)
+    if not is_deepspeed(strategy):
+        raise ConfigurationError(
+            f"MemFit(offload={asked!r}) keeps {what} on the host under DeepSpeed, and this run is that of {found}. Use "
+            f"Trainer(strategy='deepspeed_stage_{stage}'), which runs on one GPU too, or offload='never'."
+        )
+    zero_stage = zero_sharding(strategy, 1).zero_stage
+    if asked == "parameters" and zero_stage != 3:
+        raise ConfigurationError(
+            f"MemFit(offload='parameters') under stage {zero_stage} of DeepSpeed: parameters are divided, and kept on "
+            "the host, in stage 3 alone. Use DeepSpeedStrategy(stage=3), or offload='optimizer'."
+        )
+    if asked == "parameters" and frozen_on_the_device(strategy, trainer.lightning_module):
+        raise ConfigurationError(
+            "MemFit(offload='parameters'), and configure_model divided frozen parameters on the device, where "
+            "DeepSpeed would leave them. Use DeepSpeedStrategy(stage=3, offload_optimizer=True, "
+            "offload_parameters=True), which divides them on the host."
+        )
+    if asked == "optimizer" and offload_of(strategy) == "parameters":
+        raise ConfigurationError(
+            "MemFit(offload='optimizer'), and the strategy keeps the parameters on the host too (offload_parameters). "
+            "Use DeepSpeedStrategy(stage=3, offload_optimizer=True), or leave offload out."
+        )
 
 
 def check_job_of_a_sweep(trainer: Any) -> None:
@@ -122,7 +139,7 @@ def notes_on_offload(trainer: Any, request: PlanRequest) -> tuple[str, ...]:
     name = type(trainer.strategy).__name__
     return (
         f"offload='auto' without effect: {name} keeps everything on the device. Under strategy='deepspeed_stage_2' the "
-        "optimizer can be kept on the host, also of one GPU",
+        "optimizer can be kept on the host, also of one GPU; under strategy='deepspeed_stage_3' the parameters too",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,7 +15,7 @@ from lightning_memfit.agreement import RankFacts, check_agreement, least_host_bu
 from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
-from lightning_memfit.apply.deepspeed_config import is_deepspeed, offload_of, own_precision
+from lightning_memfit.apply.deepspeed_config import frozen_on_the_device, is_deepspeed, offload_of, own_precision
 from lightning_memfit.apply.length_cap import at_max_length
 from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_validation_batches
 from lightning_memfit.apply.optimizer_levers import OptimizerFacts
@@ -359,11 +359,12 @@ class Preparation:
 
     def _ways(self, blocks: tuple[str, ...], zero_obstacle: str | None) -> Considered:
         elements = [parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad]
-        asked = _asked_to_offload(self.request)
-        ways = ways_of_a_run(self.sharding, self.offload, elements, asked=asked)
+        ways = ways_of_a_run(self.sharding, self.offload, elements, asked=self.request.offload)
+        if is_deepspeed(self.trainer.strategy) and frozen_on_the_device(self.trainer.strategy, self.module):
+            ways = replace(ways, spreads=tuple(each for each in ways.spreads if each.offload != "parameters"))
         others = other_strategies(
             self.sharding,
-            self.offload if asked == "never" else "optimizer",
+            ways.spreads[-1].offload,
             ranks=self.num_ranks,
             device_kind=self.device.kind,
             blocks=blocks,
@@ -504,11 +505,6 @@ def _host_budget(trainer: Any, device: DeviceSpec) -> int | None:
     if device.kind == "cpu":
         return None
     return host_budget(detect_device("cpu")) * int(trainer.num_nodes)
-
-
-def _asked_to_offload(request: PlanRequest) -> Literal["never", "auto", "optimizer"]:
-    assert request.offload != "parameters", "refused when the settings are checked"
-    return request.offload
 
 
 def _loader_plan(trainer: Any, module: Any, request: PlanRequest, loader: TrainLoader, samples: int) -> LoaderPlan:

@@ -23,14 +23,23 @@ def on_ranks(candidate: Candidate, sharding: Sharding | None, offload: Offload) 
             f"offload={offload!r} is forecast for DeepSpeed alone. Give sharding=Sharding(engine='deepspeed', "
             "ranks=..., zero_stage=...), or offload='never'."
         )
-    if offload == "parameters":
-        raise ConfigurationError("offload='parameters' is not forecast. Choose 'optimizer' or 'never'.")
+    if offload == "parameters" and sharding is not None and sharding.zero_stage != 3:
+        raise ConfigurationError(
+            f"offload='parameters' with zero_stage={sharding.zero_stage}: DeepSpeed divides parameters, and keeps them "
+            "on the host, in stage 3 alone. Give zero_stage=3, or offload='optimizer'."
+        )
     if sharding is None:
         return candidate
     sharding.check_precision(candidate.precision)
     split = candidate.split
     ranked = replace(split, ranks=sharding.ranks, effective_batch_size=split.effective_batch_size * sharding.ranks)
     return replace(candidate, sharding=sharding, offload=offload, split=ranked)
+
+
+_CROSSES = {
+    "optimizer": "gradients and new parameters cross PCI Express",
+    "parameters": "gradients, and parameters in every forward and backward, cross PCI Express",
+}
 
 
 def host_bytes_of(host_memory: int | str | None) -> int | None:
@@ -71,8 +80,7 @@ def notes_on_devices(plan: Plan, considered: Considered) -> tuple[str, ...]:
         )
     if candidate.offload != "never":
         notes.append(
-            "seconds leave out what offloading costs: gradients and new parameters cross PCI Express, and the host "
-            "steps the optimizer"
+            f"seconds leave out what offloading costs: {_CROSSES[candidate.offload]}, and the host steps the optimizer"
         )
     if candidate.sharding.engine == "fsdp2":
         notes.append(

@@ -81,6 +81,7 @@ def strategy_arguments(candidate: Candidate) -> tuple[str, dict[str, Any]]:
         "reduce_bucket_size": sharding.reduce_bucket_elements,
         "allgather_bucket_size": sharding.allgather_bucket_elements,
         "offload_optimizer": candidate.offload != "never",
+        "offload_parameters": True if candidate.offload == "parameters" else None,
     }
     return "DeepSpeedStrategy", {name: value for name, value in arguments.items() if value is not None}
 

@@ -13,6 +13,7 @@ from lightning_memfit import Sharding, choose_strategy, forecast, make_plan
 from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.forecasting import make_plans
 from lightning_memfit.plan import BatchSplit, Candidate, Plan
+from lightning_memfit.predict.zero_layout import pinned_bytes
 from lightning_memfit.search.strategies import bucket_elements
 from lightning_memfit.several_devices import host_bytes_of, on_ranks
 from lightning_memfit.strategy_choice import namespace_of, strategy_arguments
@@ -117,8 +118,30 @@ def test_a_forecast_for_the_host_is_of_a_rank_too() -> None:
 def test_only_deepspeed_offloads() -> None:
     with pytest.raises(ConfigurationError, match=r"offload='optimizer' is forecast for DeepSpeed alone\. Give shardi"):
         needs(Sharding(engine="ddp", ranks=2), offload="optimizer")
-    with pytest.raises(ConfigurationError, match=r"offload='parameters' is not forecast\. Choose 'optimizer' or 'nev"):
-        needs(zero(3), offload="parameters")
+    with pytest.raises(ConfigurationError, match=r"offload='parameters' with zero_stage=2: .* Give zero_stage=3, or"):
+        needs(zero(2), offload="parameters")
+
+
+def test_parameters_on_the_host_leave_the_device_and_come_as_they_are_used() -> None:
+    one = needs(zero(3, ranks=1), offload="parameters", precision="bf16-mixed")
+    alone = needs(zero(3, ranks=1), offload="optimizer", precision="bf16-mixed")
+    # DeepSpeed keeps 10^9 elements for their next use, more than there are here: all are whole until the backward is
+    # over, and gone when the optimizer steps. Biases come back behind it.
+    assert one.peak_allocated_bytes == alone.peak_allocated_bytes > BLOCKS * BLOCK_BYTES // 2
+    assert one.by_phase["optimizer_step"] < BLOCKS * BLOCK_BYTES // 10
+
+
+def test_a_plan_with_parameters_on_the_host_says_what_lies_there_and_what_crosses() -> None:
+    plan = plan_of(offload="parameters", precision="bf16-mixed", probe_operators=False)
+    assert plan.candidate.offload == "parameters" and plan.candidate.sharding is not None
+    assert plan.candidate.sharding.zero_stage == 3
+    # 4 ranks: master weights, gradients and two states of 4 bytes, gradients of 2, and parameters of 2 that are pinned:
+    # a power of two of bytes.
+    share = BLOCKS * BLOCK_BYTES // 4 // 4
+    assert plan.forecast.host_bytes == 18 * share + pinned_bytes(2 * share)
+    assert any("gradients, and parameters in every forward and backward, cross PCI Express" in n for n in plan.notes)
+    reason = next(each.reason for each in plan.choices if each.lever == "offload")
+    assert reason.startswith("tier 2: as given; 4 ranks keep")
 
 
 # Plans
@@ -267,7 +290,10 @@ def test_where_no_link_is_known_fewest_exchanged_bytes_win() -> None:
         ({"num_devices": 1, "strategy": "ddp"}, r"strategy='ddp' is planned for several devices, and num_devices=1"),
         ({"strategy": "deepspeed_stage_3_offload", "offload": "never"}, r"offloads, and offload='never' forbids it"),
         ({"strategy": "deepspeed_stage_2", "device": "cpu"}, r"cannot be had on a CPU: Lightning's DeepSpeedStrategy"),
-        ({"offload": "parameters"}, r"offload='parameters' is not forecast"),
+        (
+            {"offload": "parameters", "strategy": "ddp"},
+            r"strategy='ddp' keeps everything on the devices, and offload='p",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -315,10 +341,14 @@ def spread(sharding: Sharding | None, offload: Any = "never") -> Candidate:
          ("DDPStrategy", {"gradient_as_bucket_view": True})),
         (lambda _: spread(zero(2), "optimizer"),
          ("DeepSpeedStrategy", {"stage": 2, "reduce_bucket_size": 1000, "offload_optimizer": True})),
+        (lambda _: spread(zero(3), "parameters"),
+         ("DeepSpeedStrategy", {
+             "stage": 3, "reduce_bucket_size": 1000, "offload_optimizer": True, "offload_parameters": True,
+         })),
         (lambda _: spread(Sharding(engine="fsdp2", ranks=4)),
          ("ModelParallelStrategy", {"data_parallel_size": 4, "tensor_parallel_size": 1})),
     ],
-    ids=["one", "ddp", "deepspeed", "fsdp2"],
+    ids=["one", "ddp", "deepspeed", "deepspeed_with_parameters", "fsdp2"],
 )  # fmt: skip
 def test_a_candidate_is_a_strategy_of_lightning(candidate: Any, expected: Any) -> None:
     assert strategy_arguments(candidate(None)) == expected

@@ -39,8 +39,7 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
         ranks: devices.
 
     Raises:
-        UnsupportedError: if ZeRO is off, if parameters are on the host, gradients are summed in another dtype, or the
-            optimizer is not the module's.
+        UnsupportedError: if ZeRO is off, gradients are summed in another dtype, or the optimizer is not the module's.
     """
     zero = _config_of(strategy).get("zero_optimization") or {}
     stage = zero.get("stage", 0)
@@ -48,11 +47,6 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
         raise UnsupportedError(
             f"DeepSpeed's zero_optimization.stage is {stage}: nothing is divided. Use DeepSpeedStrategy(stage=1), 2 "
             "or 3, or strategy='ddp'."
-        )
-    if _device_of(zero, "offload_param") is not None:
-        raise UnsupportedError(
-            f"DeepSpeed keeps parameters on {_device_of(zero, 'offload_param')} (offload_param), which is not "
-            "forecast. Leave offload_parameters out; offload_optimizer is."
         )
     if not zero.get("contiguous_gradients", True):
         raise UnsupportedError("DeepSpeed's contiguous_gradients=False is not forecast. Leave it out.")
@@ -81,15 +75,30 @@ def zero_sharding(strategy: Any, ranks: int) -> Sharding:
 
 
 def offload_of(strategy: Any) -> Offload:
-    """Whether a strategy's configuration keeps the optimizer on the host.
+    """What a strategy's configuration keeps on the host.
 
     Raises:
-        UnsupportedError: if it keeps it on a disk.
+        UnsupportedError: if it keeps something on a disk, parameters without the optimizer, or in stages 1 and 2.
     """
-    device = _device_of(_config_of(strategy).get("zero_optimization") or {}, "offload_optimizer")
-    if device not in (None, "cpu"):
-        raise UnsupportedError(f"DeepSpeed's offload_optimizer to {device!r} is not forecast; to 'cpu' it is.")
-    return "never" if device is None else "optimizer"
+    zero = _config_of(strategy).get("zero_optimization") or {}
+    optimizer, parameters = (_device_of(zero, name) for name in ("offload_optimizer", "offload_param"))
+    for name, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        if device not in (None, "cpu"):
+            raise UnsupportedError(f"DeepSpeed's {name} to {device!r} is not forecast; to 'cpu' it is.")
+    if parameters is None:
+        return "never" if optimizer is None else "optimizer"
+    if zero.get("stage") != 3:
+        raise UnsupportedError(
+            f"DeepSpeed keeps parameters on {parameters} (offload_param) in stage 3 alone, and "
+            f"zero_optimization.stage is {zero.get('stage')}. Use DeepSpeedStrategy(stage=3), or leave "
+            "offload_parameters out."
+        )
+    if optimizer is None:
+        raise UnsupportedError(
+            "DeepSpeed keeps parameters on the host and the optimizer on the device, which is not forecast. Give "
+            "offload_optimizer=True with offload_parameters=True, or leave both out."
+        )
+    return "parameters"
 
 
 def notes_on_precision(candidate: Candidate) -> tuple[str, ...]:
@@ -134,7 +143,7 @@ def write_config(
         strategy: Lightning's for DeepSpeed, formatted, and without an engine.
         precision: in Lightning's words.
         sharding: stage and sizes; those that are ``None`` stay as they are.
-        offload: whether the optimizer is on the host.
+        offload: what is on the host.
         micro_batch_size: samples in one forward and backward on one device; DeepSpeed logs its speed by it.
         clip_norm: largest norm of all gradients; ``None`` leaves it as it is.
         module: the module in training, to see whether its parameters are divided already.
@@ -143,12 +152,13 @@ def write_config(
     Raises:
         ConfigurationError: if the user's own configuration sets another precision, or the module's parameters were
             divided when it was made and the stage leaves them whole.
-        UnsupportedError: if the sharding is none of DeepSpeed, or this release of Lightning has other names.
+        UnsupportedError: if the sharding is none of DeepSpeed, or of a stage that keeps no parameters on the host, or
+            this release of Lightning has other names.
     """
     config = _config_of(strategy)
-    if sharding.zero_stage is None or offload == "parameters":
+    if sharding.zero_stage is None or (offload == "parameters" and sharding.zero_stage < 3):
         raise UnsupportedError(f"{sharding.label} with offload={offload!r} is not written for DeepSpeed.")
-    if sharding.zero_stage < 3 and module is not None and _is_divided(module):
+    if sharding.zero_stage < 3 and module is not None and is_divided(module):
         raise ConfigurationError(
             f"zero_stage={sharding.zero_stage}, but the module's parameters were divided when configure_model made it "
             "under DeepSpeedStrategy(stage=3). Give DeepSpeedStrategy the stage that is to be used, or leave it at 3."
@@ -174,11 +184,12 @@ def write_config(
         "overlap_comm": sharding.overlap_communication,
     }
     zero.update({name: value for name, value in sizes.items() if value is not None})
-    if offload == "never":
-        zero.pop("offload_optimizer", None)
-    else:
-        if _device_of(zero, "offload_optimizer") is None:  # also where it says "none"
-            zero["offload_optimizer"] = {**(zero.get("offload_optimizer") or {}), "device": "cpu"}
+    for name, places in (("offload_optimizer", ("optimizer", "parameters")), ("offload_param", ("parameters",))):
+        if offload not in places:
+            zero.pop(name, None)
+        elif _device_of(zero, name) is None:  # also where it says "none"
+            zero[name] = {**(zero.get(name) or {}), "device": "cpu"}
+    if offload != "never":
         config["zero_force_ds_cpu_optimizer"] = False
     return lambda: _put_back(config, before)
 
@@ -275,5 +286,16 @@ def _device_of(zero: dict[str, Any], name: str) -> Literal["cpu", "nvme"] | None
     return None if device in (None, "none") else device
 
 
-def _is_divided(module: nn.Module) -> bool:
+def frozen_on_the_device(strategy: Any, module: nn.Module) -> bool:
+    """Whether frozen parameters would stay on the device if MemFit moved parameters to the host.
+
+    They do where ``deepspeed.zero.Init`` divided them there when ``configure_model`` made the module: the engine moves
+    those that are trained, ``_move_to_flat_buffer`` in ``deepspeed/runtime/zero/stage3.py`` 0.19.8.
+    """
+    frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    return frozen and is_divided(module) and offload_of(strategy) != "parameters"
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Whether a module's parameters were divided when it was made, under ``deepspeed.zero.Init``."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())

@@ -55,9 +55,9 @@ def why_not_under_zero(
             "optimizer_states='8bit' under ZeRO would quantise embeddings, norms and biases with the rest: they lie in "
             "one flat tensor. Use optimizer_states='as-configured'; ZeRO divides the states by the number of ranks."
         )
-    if offload == "optimizer" and _of_bitsandbytes(optimizer):
+    if offload != "never" and _of_bitsandbytes(optimizer):
         return (
-            f"{kind.__qualname__} of bitsandbytes with offload='optimizer': on the host its step takes five times its "
+            f"{kind.__qualname__} of bitsandbytes with offload={offload!r}: on the host its step takes five times its "
             "share in temporaries. Use torch.optim.AdamW or DeepSpeedCPUAdam, or offload='never'."
         )
     return None

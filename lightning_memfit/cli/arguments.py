@@ -258,7 +258,7 @@ def _add_lever_arguments(parser: argparse.ArgumentParser) -> None:
     )
     levers.add_argument("--optimizer-states", choices=("auto", *get_args(plan.OptimizerStates)))
     levers.add_argument("--strategy", choices=("auto", *STRATEGIES), help="how training is spread over several devices")
-    levers.add_argument("--offload", choices=("auto", "never", "optimizer"), help="what DeepSpeed keeps on the host")
+    levers.add_argument("--offload", choices=("auto", *get_args(plan.Offload)), help="what DeepSpeed keeps on the host")
     levers.add_argument("--optimizer-implementation", choices=("auto", *get_args(plan.OptimizerImplementation)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_memfit.plan import Candidate, Category, MemoryBreakdown, Offload, Phase, Precision
@@ -10,7 +10,7 @@ from lightning_memfit.predict.ddp import ddp_timeline, parameter_bytes
 from lightning_memfit.predict.fsdp2 import fsdp2_timeline
 from lightning_memfit.predict.module_calls import with_module_calls
 from lightning_memfit.predict.optimizer_step import OptimizerStepCost, moved, renumbered, with_optimizer_step
-from lightning_memfit.predict.shares import computing_layouts, shares_of
+from lightning_memfit.predict.shares import computing_layouts, pinned_beyond_bytes, shares_of
 from lightning_memfit.predict.step_writer import Memory
 from lightning_memfit.predict.variants import OneRank, StepVariants, Variant
 from lightning_memfit.predict.zero import zero_timeline
@@ -122,19 +122,28 @@ def of_one_device(candidate: Candidate) -> Candidate:
     return replace(candidate, sharding=None, offload="never", precision=precision)
 
 
-def host_bytes(parameters: Sequence[ParameterLayout], states_bytes: int, candidate: Candidate) -> int | None:
+def host_bytes(
+    parameters: Sequence[ParameterLayout],
+    states_bytes: int,
+    candidate: Candidate,
+    *,
+    groups: Iterable[Sequence[int]] = (),
+) -> int | None:
     """Bytes that one rank keeps in the host's memory; ``None`` where nothing is offloaded.
 
     Args:
         parameters: of the module, in its dtype of the forward.
         states_bytes: the rank's share of the optimizer's states.
         candidate: how training is spread, and what is offloaded.
+        groups: by group of the optimizer the indices of its parameters, whose buffers are pinned where they are
+            offloaded.
     """
     if candidate.sharding is None or candidate.offload == "never":
         return None
     micro_steps = candidate.split.num_slices * candidate.split.accumulate_grad_batches
     shares = shares_of(parameters, candidate.sharding, offload=candidate.offload, micro_steps=micro_steps)
-    return states_bytes + shares.host_bytes
+    pinned = pinned_beyond_bytes(parameters, groups, candidate.sharding) if candidate.offload == "parameters" else 0
+    return states_bytes + shares.host_bytes + pinned
 
 
 def floor_bytes(parameters: Sequence[ParameterLayout], states_bytes: int, candidate: Candidate) -> int:

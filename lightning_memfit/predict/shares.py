@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lightning_memfit.plan import Offload
 from lightning_memfit.predict.ddp import bucket_sizes, elements_of, item_bytes, parameter_bytes
 from lightning_memfit.predict.shard_groups import computing_dtype, innermost, reducing_dtype
-from lightning_memfit.predict.zero_layout import ZeroSettings
+from lightning_memfit.predict.zero_layout import ZeroSettings, pinned_bytes, share_of
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.timeline import ParameterLayout
 
@@ -137,10 +137,12 @@ def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload:
     1. Stage 1 divides states and ``float32`` copies, stage 2 gradients too, stage 3 parameters too.
     2. Gradients are reduced in a bucket, and a second one where reducing overlaps the backward; in stage 3 in a copy.
     3. In stage 3 gathered parameters are kept that are used again within 10^9 elements of parameters; one rank gathers
-       none.
+       none, unless its parameters are on the host.
     4. On the host lie ``float32`` copies of the parameters and of the gradients, and one in the dtype of the
        parameters: in stage 3 of gradients that arrive, else of new parameters that leave. In stages 1 and 2 there is a
        buffer of the largest gradient on either side; stage 2 adds up whole gradients of several slices on the host.
+    5. Shares of parameters on the host are in one pinned buffer for each group; here they count as they are, and
+       :func:`pinned_beyond_bytes` says what pinning adds. The device copies of them that are sent are not counted.
     """
     settings = ZeroSettings.of(sharding)
     stage, ranks = settings.stage, settings.ranks
@@ -152,7 +154,8 @@ def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload:
     largest = max(map(elements_of, parameters), default=0)
     largest_trained = max((elements_of(parameter) for parameter in parameters if parameter.trainable), default=0)
     kept = settings.reuse_elements + largest
-    fetched = item * min(kept, sum(map(elements_of, parameters))) if stage == 3 and ranks > 1 else 0
+    gathers = stage == 3 and (ranks > 1 or offload == "parameters")
+    fetched = item * min(kept, sum(map(elements_of, parameters))) if gathers else 0
     off = offload != "never"
     # On its way to the host the norm of a gradient is taken of a float64 copy of the rank's share of it.
     norm = -(-largest_trained // ranks) * _NORM_BYTES if off else 0
@@ -172,6 +175,24 @@ def _of_zero(parameters: Sequence[ParameterLayout], sharding: Sharding, offload:
         always_bytes=item * largest_trained if off and stage < 3 else 0,
         host_bytes=(host if off else 0) + (at_rest if offload == "parameters" else 0),
     )
+
+
+def pinned_beyond_bytes(
+    parameters: Sequence[ParameterLayout], groups: Iterable[Sequence[int]], sharding: Sharding
+) -> int:
+    """Bytes that DeepSpeed's buffers of parameters take on a GPU's host beyond the shares that lie in them.
+
+    Source: ``_create_param_groups_fp16_flat_cpu_memory`` in ``deepspeed/runtime/zero/stage3.py`` 0.19.8: one pinned
+    tensor for each parameter group.
+
+    Args:
+        parameters: of the module, in its dtype of the forward.
+        groups: by parameter group the indices of its parameters.
+        sharding: how they are spread.
+    """
+    item = max((item_bytes(parameter.dtype) for parameter in parameters if parameter.trainable), default=4)
+    sizes = [item * sum(share_of(elements_of(parameters[each]), sharding.ranks) for each in own) for own in groups]
+    return sum(pinned_bytes(size) - size for size in sizes)
 
 
 def _two_largest(sizes: Iterable[int]) -> tuple[int, int]:

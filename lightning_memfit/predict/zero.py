@@ -44,7 +44,8 @@ def zero_timeline(
         sharding: stage, ranks, sizes of buckets; ``None`` means DeepSpeed's own default.
         steps: by parameter group the optimizer's step over one rank's share, as
             :func:`~lightning_memfit.trace.flat_step.trace_flat_steps` follows it.
-        offload: ``"optimizer"`` keeps master weights and states on the host, and steps there.
+        offload: ``"optimizer"`` keeps master weights and states on the host, and steps there; ``"parameters"`` keeps
+            the shares of stage 3 there too.
         rank: whose step; by default the one with the most gradients.
         memory: whose memory. With ``"both"`` host and device are one, as for a run on a CPU.
         collectives: what exchanges between ranks; gloo allocates copies.
@@ -54,25 +55,41 @@ def zero_timeline(
         A timeline of that memory alone, with the optimizer's step at its end.
 
     Raises:
-        UnsupportedError: if the sharding is none of DeepSpeed, parameters are offloaded, or of a dtype that ZeRO does
-            not divide.
+        UnsupportedError: if the sharding is none of DeepSpeed, parameters are offloaded that are not divided, or are of
+            a dtype that ZeRO does not divide.
 
     Ignores: tensors of a few bytes (norms, flags), sub-groups of stage 3 of more than 10^9 elements, what gradients of
-    another dtype than the parameters would add (``data_types.grad_accum_dtype``), ``contiguous_gradients=False``.
+    another dtype than the parameters would add (``data_types.grad_accum_dtype``), ``contiguous_gradients=False``,
+    what ``pin_memory=True`` rounds up on the host.
     """
     settings = ZeroSettings.of(sharding) if settings is None else settings
-    if offload == "parameters":
-        raise UnsupportedError("offload='parameters' is not forecast under ZeRO. Choose 'optimizer' or 'never'.")
+    if offload == "parameters" and settings.stage < 3:
+        raise UnsupportedError(
+            f"offload='parameters' in stage {settings.stage} of ZeRO: parameters are divided, and kept on the host, in "
+            "stage 3 alone. Choose zero_stage=3, or offload='optimizer'."
+        )
     writer = StepWriter(timeline)
-    engine = (ShardedParameters if settings.stage == 3 else FlatPartitions)(
-        timeline,
-        writer,
-        settings,
-        steps,
-        rank=heaviest_rank(timeline, sharding, steps) if rank is None else rank,
-        offloads=offload == "optimizer",
-        collectives=collectives,
-    )
+    engine: FlatPartitions | ShardedParameters
+    if settings.stage == 3:
+        engine = ShardedParameters(
+            timeline,
+            writer,
+            settings,
+            steps,
+            offload=offload,
+            collectives=collectives,
+            host_is_device=memory == "both",
+        )
+    else:
+        engine = FlatPartitions(
+            timeline,
+            writer,
+            settings,
+            steps,
+            rank=heaviest_rank(timeline, sharding, steps) if rank is None else rank,
+            offloads=offload != "never",
+            collectives=collectives,
+        )
     _write(timeline, writer, engine)
     residents, events = writer.parts(memory)
     return replace(

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from lightning_memfit.plan import Offload
 from lightning_memfit.predict.gradient_arrivals import Arrival
 from lightning_memfit.predict.module_visits import Visit, module_visits
 from lightning_memfit.predict.step_writer import StepWriter
 from lightning_memfit.predict.zero_gathering import GatheredParameters, NothingToGather
-from lightning_memfit.predict.zero_layout import Collectives, ZeroSettings, bytes_each, elements_of, share_of
+from lightning_memfit.predict.zero_layout import (
+    Collectives,
+    ZeroSettings,
+    bytes_each,
+    elements_of,
+    pinned_bytes,
+    share_of,
+)
 from lightning_memfit.trace.timeline import FlatStep, Timeline
 
 _MASTER_BYTES = 4  # of an element of master weights and of the gradient that the optimizer sees
@@ -30,13 +38,24 @@ class ShardedParameters:
         settings: ZeroSettings,
         steps: Sequence[FlatStep],
         *,
-        rank: int,
-        offloads: bool,
+        offload: Offload,
         collectives: Collectives,
+        host_is_device: bool,
     ) -> None:
-        """Write what is there before the step; arguments are those of ``zero_timeline``."""
+        """Write what is there before the step.
+
+        Args:
+            timeline: as for ``zero_timeline``, also those that follow.
+            writer: gets what is allocated and freed.
+            settings: of ZeRO.
+            steps: by parameter group.
+            offload: what is on the host.
+            collectives: what exchanges between ranks.
+            host_is_device: as on a CPU: nothing is copied between the two, and nothing is pinned.
+        """
         self._writer, self._settings = writer, settings
-        self._offloads, self._gloo = offloads, collectives == "gloo"
+        self._offloads, self._gloo = offload != "never", collectives == "gloo"
+        self._shares_on_host, self._pins = offload == "parameters", not host_is_device
         parameters = timeline.parameters
         self._elements = {index: elements_of(each) for index, each in enumerate(parameters)}
         self._bytes = {index: bytes_each(each) for index, each in enumerate(parameters)}
@@ -46,13 +65,18 @@ class ShardedParameters:
         self._gradient_bytes = max((self._bytes[index] for index in self._trained), default=_MASTER_BYTES)
         self._waiting: list[int] = []
         self._own_storage: dict[int, int] = {}
-        self._steps = [writer.adopt(each.step, on_host=offloads) for each in steps]
+        self._steps = [writer.adopt(each.step, on_host=self._offloads) for each in steps]
         self._write_residents()
         self._gathered = (
             NothingToGather()
-            if settings.ranks == 1
+            if settings.ranks == 1 and not (self._shares_on_host and not host_is_device)
             else GatheredParameters(
-                writer, settings, elements=self._elements, element_bytes=self._bytes, gloo=self._gloo
+                writer,
+                settings,
+                elements=self._elements,
+                element_bytes=self._bytes,
+                gloo=self._gloo,
+                from_host=self._shares_on_host and not host_is_device,
             )
         )
         self._visits = module_visits(timeline)
@@ -171,10 +195,16 @@ class ShardedParameters:
     def _write_residents(self) -> None:
         writer, each, host = self._writer, self._gradient_bytes, self._offloads
         for index in self._elements:
-            if index not in self._trained:
-                writer.resident(self._share(index) * self._bytes[index], "parameters")
+            if index not in self._trained:  # _partition_param in partition_parameters.py
+                size = self._share(index) * self._bytes[index]
+                writer.resident(size, "parameters", on_host=self._shares_on_host)
         share = self._total_share(self._trained)
-        writer.resident(share * each, "parameters")
+        if self._shares_on_host:  # _create_param_groups_fp16_flat_cpu_memory, those that stay whole among them
+            for group in self._groups:
+                size = self._total_share(group) * each
+                writer.resident(pinned_bytes(size) if self._pins else size, "parameters", on_host=True)
+        else:
+            writer.resident(share * each, "parameters")
         # _create_fp32_partitions means to share float32 parameters, but compares a device with its name: never equal
         writer.resident(share * _MASTER_BYTES, "optimizer_states", on_host=host)
         writer.resident(share * each, "gradients", on_host=host)

@@ -22,6 +22,7 @@ class _Gather:
     flat: int | None
     arrived: bool = False
     unasked: set[int] = field(default_factory=set)
+    sent: int | None = None
 
 
 class GatheredParameters:
@@ -35,6 +36,7 @@ class GatheredParameters:
         elements: Mapping[int, int],
         element_bytes: Mapping[int, int],
         gloo: bool,
+        from_host: bool = False,
     ) -> None:
         """Those that are held whole between steps are there.
 
@@ -44,8 +46,10 @@ class GatheredParameters:
             elements: by parameter.
             element_bytes: by parameter.
             gloo: whether exchanges allocate a copy of what they bring.
+            from_host: whether a rank's own shares lie in another memory, and are copied to the device to be sent. Of
+                one rank alone that copy is the parameter (``NoGatherHandle``, ``NoGatherCoalescedHandle``).
         """
-        self._writer, self._settings, self._gloo = writer, settings, gloo
+        self._writer, self._settings, self._gloo, self._from_host = writer, settings, gloo, from_host
         self._elements, self._bytes = elements, element_bytes
         self._persistent = {index for index, size in elements.items() if size <= settings.persistent_elements}
         self._whole = {index: writer.resident(self._padded(index), "parameters") for index in self._persistent}
@@ -108,11 +112,20 @@ class GatheredParameters:
         self._whole.clear()
 
     def gather_persistent(self) -> None:
-        """The step is over: small parameters are whole again (``_post_step``)."""
+        """The step is over: small parameters are whole again (``_post_step``).
+
+        Own shares from the host are on the device meanwhile (``local_tensors`` in ``_allgather_params_coalesced``, and
+        in ``_allgather_params_sequential``, which takes one parameter of one rank alone too).
+        """
+        sent = None
+        if self._from_host and self._persistent and (self._settings.ranks > 1 or len(self._persistent) == 1):
+            sent = self._writer.allocate("zero.to_device", self._own_bytes(self._persistent), "communication")
         self._whole = {
             index: self._writer.allocate("zero.all_gather", self._padded(index), "parameters")
             for index in sorted(self._persistent)
         }
+        if sent is not None:
+            self._writer.free(sent)
         if self._gloo:
             whole = sum(self._padded(index) for index in self._persistent)
             self._writer.use("zero.all_gather", whole, "communication")
@@ -140,8 +153,15 @@ class GatheredParameters:
         self._gather(list(ahead))
 
     def _gather(self, parameters: Sequence[int]) -> None:
-        """Begin to bring parameters from all ranks (``all_gather_coalesced``)."""
+        """Begin to bring parameters from all ranks (``all_gather_coalesced``), or from the host of the only one."""
         if not parameters:
+            return
+        self._available += sum(self._elements[index] for index in parameters)
+        if self._settings.ranks == 1:
+            gather = _Gather(parameters=tuple(parameters), flat=None)
+            for index in sorted(parameters):
+                self._whole[index] = self._writer.allocate("zero.to_device", self._padded(index), "parameters")
+            self._flying.update(dict.fromkeys(parameters, gather))
             return
         whole = sum(self._padded(index) for index in parameters)
         flat = self._writer.allocate("zero.all_gather", whole, "parameters")
@@ -151,14 +171,19 @@ class GatheredParameters:
         if len(parameters) == 1:  # it is the parameter from now on
             self._whole[parameters[0]] = flat
             gather.flat = None
+            if self._from_host:  # held until it is waited for: stashed_for_allocator_safety_ in ProcessGroupNCCL.hpp
+                gather.sent = self._writer.allocate("zero.to_device", self._own_bytes(parameters), "communication")
+        elif self._from_host:  # the arguments of torch.cat in _all_gather_dtype
+            self._writer.use("zero.to_device", self._own_bytes(parameters), "communication")
         self._flying.update(dict.fromkeys(parameters, gather))
-        self._available += sum(self._elements[index] for index in parameters)
 
     def _wait(self, index: int) -> None:
         """A parameter is needed: all that came with it are taken apart (``AllGatherCoalescedHandle.wait``)."""
         gather = self._flying.pop(index, None)
         if gather is None:
             return
+        if gather.sent is not None:
+            self._writer.free(gather.sent)
         if gather.flat is not None and not gather.arrived:
             for each in gather.parameters:
                 size = self._elements[each] * self._bytes[each]
@@ -168,12 +193,17 @@ class GatheredParameters:
         if gather.flat is not None and not gather.unasked:
             self._writer.free(gather.flat)
 
+    def _own_bytes(self, parameters: Iterable[int]) -> int:
+        return sum(self._padded(index) for index in parameters) // self._settings.ranks
+
     def _padded(self, index: int) -> int:
         return share_of(self._elements[index], self._settings.ranks) * self._settings.ranks * self._bytes[index]
 
 
 class NothingToGather:
     """Of one rank alone: a parameter is whole all the time, since the engine makes it a view of its only share.
+
+    Where that lies on the host, and the host is not the device, it is copied: see :class:`GatheredParameters`.
 
     Source: ``_no_gather_coalesced`` in ``deepspeed/runtime/zero/partition_parameters.py`` 0.19.8.
     """

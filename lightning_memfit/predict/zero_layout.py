@@ -123,6 +123,18 @@ def share_of(elements: int, ranks: int) -> int:
     return -(-elements // ranks)
 
 
+def pinned_bytes(num_bytes: int) -> int:
+    """Bytes of the host that a pinned tensor takes: torch rounds them up to a power of two.
+
+    Source: ``allocate`` in ``ATen/core/CachingHostAllocator.h`` of torch 2.13, without a limit by default
+    (``pinned_max_round_threshold`` in ``c10/core/AllocatorConfig.h``).
+
+    >>> pinned_bytes(1000), pinned_bytes(1024)
+    (1024, 1024)
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 def partition_elements(elements: int, ranks: int) -> int:
     """Stages 1 and 2: elements of a flat group that each rank updates; the group is padded to 2 x ranks.
 

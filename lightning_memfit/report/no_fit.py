@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, PlanRequest
 from lightning_memfit.search.reasons import strategy_words
-from lightning_memfit.search.strategies import Spread
+from lightning_memfit.search.strategies import STRATEGIES, Spread
 from lightning_memfit.units import MIB, format_bytes
 
 # Needed whatever the batch: neither slicing nor checkpointing makes these smaller.
@@ -188,11 +188,13 @@ def _other_strategy(best: Forecast, withheld: Forecast | None) -> Iterator[str]:
     elif now is not None and now.zero_stage == candidate.sharding.zero_stage:
         what = 'offload="auto"'
     else:
-        what = f'strategy="{Spread.of(candidate).name}"'
+        name = Spread.of(candidate).name
+        what = f'strategy="{name}"' if name in STRATEGIES else f"strategy={name}"
     ranks = candidate.split.ranks
     needs = f"{format_bytes(withheld.predicted_peak_bytes)} {'here' if ranks == 1 else 'on each device'}"
     if withheld.host_bytes is not None:
-        what += ", the optimizer on the host"
+        held = "the optimizer" if candidate.offload == "optimizer" else "optimizer and parameters"
+        what += f", {held} on the host"
         needs += f", and {format_bytes(withheld.host_bytes * ranks)} of the host's memory"
     yield f"{what}: {needs} (predicted: {candidate.label})"
 

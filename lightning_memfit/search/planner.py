@@ -19,6 +19,7 @@ from lightning_memfit.search.reasons import (
     note_on_recomputation,
     reason_passed_over,
     strategy_words,
+    who_keeps,
 )
 from lightning_memfit.search.strategies import Spread
 from lightning_memfit.units import format_bytes
@@ -75,7 +76,7 @@ def search_plan(
     3. What fits is ranked by predicted seconds per optimizer step. A lever counts as faster only where it saves at
        least 2 % (a precision 5 %), so that nothing departs from the run as it is for less. Where seconds are not
        known, fewest recomputed FLOPs count, then fewest slices, then fewest departures. What keeps the optimizer on the
-       host comes after all that does not. Of several devices' strategies
+       host comes after all that does not, and what keeps the parameters there too after that. Of several strategies
        none but the plainest (DDP) is looked at where that fits with nothing divided or recomputed, and another engine
        counts as faster from 25 % on; unless seconds include what is exchanged, fewest exchanged bytes count first.
     4. The first of the ranking are forecast by ``evaluate``, if ``estimate`` derived them; one that does not fit
@@ -218,7 +219,7 @@ class _Search:
         candidate = forecast.candidate
         departures = self.space.departures(candidate)
         least = (float(departures), float(candidate.split.num_slices))
-        offloads = float(candidate.offload != "never")  # what it costs in time is in no seconds: it never competes
+        offloads = float(candidate.kept_on_host)  # what it costs in time is in no seconds: it never competes
         if forecast.predicted_step_seconds is None:
             sent, slices = float(forecast.exchanged_bytes or 0), float(candidate.split.num_slices)
             return (offloads, 1.0, float(forecast.recomputed_flops or 0), slices, sent, *least)
@@ -437,7 +438,7 @@ def _nothing_fits(
     if over:
         ranks, given = best.candidate.split.ranks, format_bytes(space.host_budget_bytes or 0)
         kept = format_bytes((best.host_bytes or 0) * ranks)
-        who = f"{ranks} ranks keep" if ranks > 1 else "the optimizer keeps"
+        who = f"{ranks} ranks keep" if ranks > 1 else who_keeps(best.candidate.offload)
         message = (
             f"No plan fits the host: of the smallest one, {who} {kept} in its memory, "
             f"{format_bytes(over)} more than the {given} that are given (host_memory).\n{message}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, PassedOver, PlanRequest
+from lightning_memfit.plan import Budget, Candidate, Choice, Forecast, Offload, PassedOver, PlanRequest
 from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.strategies import Spread
 from lightning_memfit.sharding import Sharding
@@ -42,8 +42,11 @@ def reason_passed_over(
         return f"estimated to fit, but nothing of harm tier {mine.harm_tier} did when it was forecast exactly"
     if mine.harm_tier > taken.harm_tier:
         return f"fits, but is of harm tier {mine.harm_tier} where tier {taken.harm_tier} fits"
-    if mine.offload != "never" and taken.offload == "never":
-        return "fits, but moves the optimizer to the host, which the plan does without"
+    if mine.kept_on_host > taken.kept_on_host:
+        moved = "the optimizer" if mine.offload == "optimizer" else "the parameters"
+        if mine.kept_on_host - taken.kept_on_host == 2:
+            moved = "optimizer and parameters"
+        return f"fits, but moves {moved} to the host, which the plan does without"
     seconds, fastest = other.predicted_step_seconds, chosen.predicted_step_seconds
     sends_more = (other.exchanged_bytes or 0) > (chosen.exchanged_bytes or 0)
     if sends_more and not other.seconds_count_exchanges:
@@ -136,14 +139,12 @@ def _strategy_choices(
         held = (chosen.host_bytes or 0) * ranks
         available = space.host_budget_bytes
         known = "how much the host has is not known" if available is None else f"of {format_bytes(available)} there"
-        alone = "as given" if _offload_is_asked_for(space) else (
-            f"nothing fits on the {'GPUs' if ranks > 1 else 'GPU'} alone"
-        )  # fmt: skip
-        who = f"{ranks} ranks keep" if ranks > 1 else "the optimizer keeps"
+        who = f"{ranks} ranks keep" if ranks > 1 else who_keeps(candidate.offload)
+        why = _why_on_host(space, candidate)
         yield Choice(
             lever="offload",
             value=candidate.offload,
-            reason=f"tier 2: {alone}; {who} {format_bytes(held)} in the host's memory, {known}",
+            reason=f"tier 2: {why}; {who} {format_bytes(held)} in the host's memory, {known}",
         )
     if candidate.sharding.zero_stage is not None:
         size = candidate.sharding.reduce_bucket_elements
@@ -159,6 +160,24 @@ def _changed_of_the_given(given: Sharding | None, chosen: Sharding) -> str | Non
     if given.gradient_as_bucket_view != chosen.gradient_as_bucket_view:
         return "the gradients"
     return "when gradients are exchanged" if given.synchronisation != chosen.synchronisation else None
+
+
+def who_keeps(offload: Offload) -> str:
+    """Subject and verb of what one rank has on the host."""
+    return "optimizer and parameters keep" if offload == "parameters" else "the optimizer keeps"
+
+
+def _why_on_host(space: SearchSpace, candidate: Candidate) -> str:
+    """Why as much is on the host as there is; ``"as given"`` where no way was searched that keeps less there."""
+    less = {spread.offload for spread in space.strategies.spreads}
+    if candidate.offload == space.strategies.spreads[0].offload:
+        return "as given"
+    devices = f"the {'GPUs' if candidate.split.ranks > 1 else 'GPU'} alone"
+    if candidate.offload == "optimizer" or "optimizer" not in less:
+        return f"nothing fits on {devices}"
+    if "never" not in less:
+        return "nothing fits with the optimizer alone on the host"
+    return f"nothing fits on {devices}, or with the optimizer alone on the host"
 
 
 def _offload_is_asked_for(space: SearchSpace) -> bool:

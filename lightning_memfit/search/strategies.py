@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.plan import Candidate, Offload, OptimizerStates, PlanRequest
@@ -20,8 +20,15 @@ STRATEGIES = (
     "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_2_offload", "deepspeed_stage_3",
     "deepspeed_stage_3_offload", "fsdp2",
 )  # fmt: skip
-"""Names of strategies, as Lightning's registry has them, and ``"fsdp2"`` for its ``ModelParallelStrategy``."""
+"""Names of strategies, as Lightning's registry has them, and ``"fsdp2"`` for its ``ModelParallelStrategy``.
+
+Source: ``register_strategies`` in ``lightning/pytorch/strategies/deepspeed.py`` 2.6: the optimizer is on the host under
+``deepspeed_stage_2_offload``, optimizer and parameters under ``deepspeed_stage_3_offload``.
+"""
+_ON_HOST: dict[str, Offload] = {"deepspeed_stage_2_offload": "optimizer", "deepspeed_stage_3_offload": "parameters"}
 _ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+_STAGES_THAT_OFFLOAD = ("deepspeed_stage_2", "deepspeed_stage_3")
+_ASKS_FOR_THE_HOST = ("_offload'", "'optimizer'", "'parameters'")
 _OF_ONE_DEVICE = ("deepspeed_stage_2_offload", "deepspeed_stage_3_offload")
 _ON_CUDA_ALONE = "Lightning's DeepSpeedStrategy runs on CUDA GPUs alone"
 
@@ -42,12 +49,25 @@ class Spread:
 
     @property
     def name(self) -> str | None:
-        """The strategy's name; ``None`` on one device."""
+        """One of :data:`STRATEGIES`, or the call that makes it where Lightning has no name; ``None`` on one device."""
         if self.sharding is None:
             return None
         if self.sharding.engine != "deepspeed":
             return self.sharding.engine
-        return f"deepspeed_stage_{self.sharding.zero_stage}" + ("" if self.offload == "never" else "_offload")
+        stage = self.sharding.zero_stage
+        named = f"deepspeed_stage_{stage}" + ("" if self.offload == "never" else "_offload")
+        if _ON_HOST.get(named, "never") == self.offload:
+            return named
+        return f"DeepSpeedStrategy(stage={stage}, offload_optimizer=True)"
+
+    def is_asked_for(self, request: PlanRequest, strategy: str) -> bool:
+        """Whether it is what the user named; the stage's name and what is offloaded may be given apart."""
+        if request.offload not in ("auto", "never", self.offload):
+            return False
+        if strategy == "auto" or self.name == strategy:
+            return True
+        stage = None if self.sharding is None else self.sharding.zero_stage
+        return request.offload == self.offload != "never" and strategy == f"deepspeed_stage_{stage}"
 
     def obstacle(self, states: OptimizerStates) -> str | None:
         """Why the optimizer's states cannot be of a format here; ``None`` if they can."""
@@ -90,8 +110,9 @@ def considered_strategies(
     """The ways to spread training over equal devices.
 
     DDP departs least: every rank is as on one device. The others divide more and more; what lies on the host is of
-    tier 2. On one GPU there is that alone beside the plain run: ZeRO-2 and 3 over one rank, the optimizer on the
-    host. There is nothing to divide then; stage 3 does without one of two buckets and a copy of the largest gradient.
+    tier 2, the optimizer first and then the parameters of stage 3 with it. On one GPU there is that alone beside the
+    plain run: ZeRO-2 and 3 over one rank. There is nothing to divide then; stage 3 does without one of two buckets and
+    a copy of the largest gradient.
 
     Args:
         request: what the user asked for.
@@ -119,14 +140,11 @@ def considered_strategies(
     else:
         left_out.append(f"DeepSpeed: {_ON_CUDA_ALONE}")
     spreads += _fsdp2(num_devices, blocks)
-    if request.offload == "optimizer":
-        spreads = [spread for spread in spreads if spread.offload != "never"]
-    if strategy != "auto":
-        spreads = [spread for spread in spreads if spread.name == strategy]
-    elif request.offload == "never":
+    spreads = [spread for spread in spreads if spread.is_asked_for(request, strategy)]
+    if strategy == "auto" and request.offload == "never":
         left_out.append("offload to the host: offload='never'")
     if request.optimizer_states == "8bit":
-        spreads = _with_quantised_states(spreads, strategy)
+        spreads = _with_quantised_states(spreads, strategy, request)
     uses_buckets = any(spread.sharding is not None and spread.sharding.zero_stage for spread in spreads)
     return Considered(
         spreads=tuple(spreads),
@@ -146,11 +164,11 @@ def _on_one_device(
     """The plain run, and DeepSpeed with its optimizer on the host: behind it, instead of it, or withheld."""
     bucket, bucket_reason = buckets
     reasons = {bucket: bucket_reason}
-    offloaded = tuple(Spread(sharding=_staged(stage, 1, bucket), offload="optimizer") for stage in (2, 3))
+    offloaded = tuple(_offloaded([_staged(stage, 1, bucket) for stage in (2, 3)]))
     if _asks_for_deepspeed(strategy, request):
-        spreads = [spread for spread in offloaded if strategy in ("auto", spread.name)]
+        spreads = [spread for spread in offloaded if spread.is_asked_for(request, strategy)]
         if request.optimizer_states == "8bit":
-            spreads = _with_quantised_states(spreads, strategy)
+            spreads = _with_quantised_states(spreads, strategy, request)
         return Considered(spreads=tuple(spreads), bucket_reasons=reasons, given=strategy != "auto")
     obstacle = f"the device is the host, and {_ON_CUDA_ALONE}" if device_kind != "cuda" else zero_obstacle
     if obstacle is None and request.optimizer_states == "8bit":
@@ -167,7 +185,7 @@ def ways_of_a_run(
     offload: Offload,
     parameter_elements: Sequence[int],
     *,
-    asked: Literal["never", "auto", "optimizer"] = "never",
+    asked: Literal["never", "auto", "optimizer", "parameters"] = "never",
 ) -> Considered:
     """The ways in which the strategy that a Trainer has may spread a run.
 
@@ -180,7 +198,8 @@ def ways_of_a_run(
         offload: what it keeps on the host.
         parameter_elements: elements of each parameter that is trained.
         asked: what the user lets MemFit keep on the host: ``"never"`` leaves it as it is set up, ``"auto"`` may move
-            the optimizer there, ``"optimizer"`` must.
+            the optimizer there, and in stage 3 the parameters too; ``"optimizer"`` and ``"parameters"`` must. What the
+            strategy itself keeps there stays.
     """
     if sharding is None:
         return ONE_DEVICE
@@ -194,10 +213,22 @@ def ways_of_a_run(
             reasons.setdefault(most, why)
         sizes = dict.fromkeys((sharding, *(_with_buckets(sharding, most) for most in reasons)))  # without doubles
         reasons.pop(sharding.reduce_bucket_elements or 0, None)
-        places: dict[Offload, None] = {} if asked == "optimizer" else {offload: None}
-        places |= {} if asked == "never" else {"optimizer": None}
+        places = _places(sharding, offload, asked)
         spreads = [Spread(sharding=size, offload=place) for place in places for size in sizes]
     return Considered(spreads=tuple(spreads), bucket_reasons=reasons, given=True)
+
+
+def _places(
+    sharding: Sharding, offload: Offload, asked: Literal["never", "auto", "optimizer", "parameters"]
+) -> tuple[Offload, ...]:
+    """What may be on the host, the least first."""
+    if asked == "never":
+        return (offload,)
+    if asked != "auto":
+        return (asked,)
+    most: Offload = "parameters" if sharding.zero_stage == 3 else "optimizer"
+    known: tuple[Offload, ...] = get_args(Offload)
+    return known[known.index(offload) : known.index(most) + 1]
 
 
 def _with_buckets(sharding: Sharding, most: int) -> Sharding:
@@ -248,14 +279,16 @@ def other_strategies(
     bucket, _ = bucket_elements(parameter_elements)
     higher = [_staged(each, ranks, bucket) for each in _ZERO_STAGES if each > stage]
     here = [] if offload != "never" or ranks == 1 else [Spread(sharding=each) for each in higher]
-    away = [Spread(sharding=each, offload="optimizer") for each in (_staged(stage, ranks, bucket), *higher)]
-    return (*here, *(away if offload == "never" else away[1:]))
+    own, places = _staged(stage, ranks, bucket), get_args(Offload)
+    as_it_is = Spread(sharding=own, offload=offload)
+    away = [each for each in _offloaded([own, *higher]) if places.index(each.offload) >= places.index(offload)]
+    return (*here, *(each for each in away if each != as_it_is))
 
 
-def _with_quantised_states(spreads: Sequence[Spread], strategy: str) -> list[Spread]:
+def _with_quantised_states(spreads: Sequence[Spread], strategy: str, request: PlanRequest) -> list[Spread]:
     possible = [spread for spread in spreads if spread.obstacle("8bit") is None]
     if not possible:
-        asked = f"strategy={strategy!r}" if strategy != "auto" else "offload='optimizer'"
+        asked = f"strategy={strategy!r}" if strategy != "auto" else f"offload={request.offload!r}"
         ranks = max((spread.sharding.ranks for spread in spreads if spread.sharding is not None), default=1)
         other = "strategy='ddp'" if ranks > 1 else "offload='never'"
         raise ConfigurationError(
@@ -313,27 +346,36 @@ def _check(num_devices: int, strategy: str, request: PlanRequest) -> None:
     known = ", ".join(map(repr, ("auto", *STRATEGIES)))
     if strategy not in ("auto", *STRATEGIES):
         raise ConfigurationError(f"strategy={strategy!r} is not known. Choose one of: {known}.")
-    if request.offload == "parameters":
-        raise ConfigurationError(
-            "offload='parameters' is not forecast. Choose 'auto' or 'optimizer', which keep the optimizer on the host, "
-            "or 'never'."
-        )
-    if num_devices == 1 and strategy not in ("auto", *_OF_ONE_DEVICE):
+    apart = request.offload in ("optimizer", "parameters") and strategy in _STAGES_THAT_OFFLOAD
+    if num_devices == 1 and strategy not in ("auto", *_OF_ONE_DEVICE) and not apart:
         raise ConfigurationError(
             f"strategy={strategy!r} is planned for several devices, and num_devices=1. Give num_devices=2 or more, or "
             f"leave it out; for one there are {' and '.join(map(repr, _OF_ONE_DEVICE))}."
         )
     if strategy.endswith("_offload") and request.offload == "never":
         raise ConfigurationError(f"strategy={strategy!r} offloads, and offload='never' forbids it. Leave one out.")
-    if request.offload == "optimizer" and strategy != "auto" and not strategy.endswith("_offload"):
+    if request.offload not in ("optimizer", "parameters") or strategy == "auto":
+        return
+    if not strategy.endswith("_offload") and not apart:
         raise ConfigurationError(
-            f"strategy={strategy!r} keeps everything on the devices, and offload='optimizer' asks for the host. Leave "
-            "one out."
+            f"strategy={strategy!r} keeps everything on the devices, and offload={request.offload!r} asks for the "
+            "host. Leave one out."
+        )
+    if request.offload == "parameters" and "_3" not in strategy:
+        raise ConfigurationError(
+            f"strategy={strategy!r} with offload='parameters': DeepSpeed divides parameters, and keeps them on the "
+            "host, in stage 3 alone. Choose 'deepspeed_stage_3_offload', or offload='optimizer'."
+        )
+    if _ON_HOST.get(strategy, request.offload) != request.offload:
+        raise ConfigurationError(
+            f"strategy={strategy!r} keeps the parameters on the host too, as Lightning's does, and "
+            f"offload={request.offload!r} the optimizer alone. Leave one out, or give strategy='deepspeed_stage_3' "
+            "with it."
         )
 
 
 def _asks_for_deepspeed(strategy: str, request: PlanRequest) -> bool:
-    return strategy.startswith("deepspeed") or request.offload == "optimizer"
+    return strategy.startswith("deepspeed") or request.offload in ("optimizer", "parameters")
 
 
 def _check_deepspeed(
@@ -343,7 +385,7 @@ def _check_deepspeed(
         return
     asked = f"strategy={strategy!r}" if strategy != "auto" else f"offload={request.offload!r}"
     if device_kind != "cuda":
-        host = ", and the host is the device" if asked.endswith(("_offload'", "'optimizer'")) else ""
+        host = ", and the host is the device" if asked.endswith(_ASKS_FOR_THE_HOST) else ""
         other = "Choose 'ddp' or 'fsdp2'" if num_devices > 1 and strategy != "auto" else "Leave it out"
         raise ConfigurationError(f"{asked} cannot be had on a CPU: {_ON_CUDA_ALONE}{host}. {other}, or plan for a GPU.")
     if zero_obstacle is not None:
@@ -358,9 +400,18 @@ def _ddp(ranks: int) -> list[Spread]:
 def _zero(ranks: int, bucket: int, request: PlanRequest) -> list[Spread]:
     staged = [_staged(stage, ranks, bucket) for stage in _ZERO_STAGES]
     spreads = [Spread(sharding=each) for each in staged]
-    if request.offload in ("auto", "optimizer"):
-        spreads += [Spread(sharding=each, offload="optimizer") for each in staged[1:]]
-    return spreads
+    return spreads if request.offload == "never" else [*spreads, *_offloaded(staged[1:])]
+
+
+def _offloaded(staged: Sequence[Sharding]) -> list[Spread]:
+    """The optimizer on the host in each stage, then the parameters of stage 3 with it."""
+    places: tuple[Offload, ...] = ("optimizer", "parameters")
+    return [
+        Spread(sharding=each, offload=place)
+        for place in places
+        for each in staged
+        if place == "optimizer" or each.zero_stage == 3
+    ]
 
 
 def _staged(stage: ZeroStage, ranks: int, bucket: int) -> Sharding:

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import nn
 
 from lightning_memfit.apply.deepspeed_config import (
+    frozen_on_the_device,
     is_deepspeed,
     make_deepspeed_delegate,
     notes_on_precision,
@@ -72,7 +73,6 @@ def test_sizes_are_read_by_both_of_their_names_and_auto_is_no_size() -> None:
     ("config", "words"),
     [
         ({}, "zero_optimization.stage is 0: nothing is divided"),
-        (lightnings(3, offload_param={"device": "nvme"}), "keeps parameters on nvme"),
         ({**lightnings(2), "optimizer": {"type": "Adam"}}, r"makes the optimizer itself \(optimizer.type='Adam'\)"),
         (lightnings(2, contiguous_gradients=False), "contiguous_gradients=False is not forecast"),
         ({**lightnings(2), "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype='fp32' is not forecast"),
@@ -81,6 +81,30 @@ def test_sizes_are_read_by_both_of_their_names_and_auto_is_no_size() -> None:
 def test_what_is_not_forecast_is_refused_by_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         zero_sharding(strategy_with(config), 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (lightnings(3, offload_param={"device": "nvme"}), r"offload_param to 'nvme' is not forecast; to 'cpu' it is\."),
+        (
+            lightnings(3, offload_param={"device": "cpu"}),
+            r"and the optimizer on the device, which is not forecast\. Give offload_optimizer=True with",
+        ),
+        (
+            lightnings(2, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+            r"in stage 3 alone, and zero_optimization\.stage is 2\. Use DeepSpeedStrategy\(stage=3\), or",
+        ),
+    ],
+)
+def test_parameters_are_on_the_host_in_stage_3_and_with_the_optimizer_or_refused(
+    config: dict[str, Any], words: str
+) -> None:
+    both = lightnings(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    assert offload_of(strategy_with(both)) == "parameters"
+    assert zero_sharding(strategy_with(both), 2).zero_stage == 3
+    with pytest.raises(UnsupportedError, match=words):
+        offload_of(strategy_with(config))
 
 
 def test_the_optimizer_may_be_on_the_host_and_not_on_a_disk() -> None:
@@ -159,6 +183,30 @@ def test_an_offload_that_is_no_longer_wanted_is_taken_out_and_the_users_own_is_k
     strategy = strategy_with(lightnings(2, offload_optimizer=own))
     assert written(strategy, offload="optimizer")["zero_optimization"]["offload_optimizer"] == own
     assert "offload_optimizer" not in written(strategy)["zero_optimization"]
+
+
+def test_parameters_are_written_to_the_host_with_the_optimizer_in_stage_3_alone() -> None:
+    own, third = {"device": "cpu", "pin_memory": True}, lightning_sharding(3, 2)
+    strategy = strategy_with(lightnings(3, offload_param=own))
+    zero = written(strategy, sharding=third, offload="parameters")["zero_optimization"]
+    assert (zero["offload_param"], zero["offload_optimizer"]) == (own, {"device": "cpu"})
+    zero = written(strategy, sharding=third, offload="optimizer")["zero_optimization"]
+    assert "offload_param" not in zero and zero["offload_optimizer"] == {"device": "cpu"}
+    zero = written(strategy_with(lightnings(3)), sharding=third, offload="parameters")["zero_optimization"]
+    assert zero["offload_param"] == {"device": "cpu"}
+    with pytest.raises(UnsupportedError, match=r"ZeRO-2 over 2 with offload='parameters' is not written"):
+        written(strategy_with(lightnings(2)), offload="parameters")
+
+
+def test_frozen_parameters_that_were_divided_on_the_device_stay_there() -> None:
+    module = nn.Linear(2, 2)
+    assert not frozen_on_the_device(strategy_with(lightnings(3)), module)
+    module.weight.requires_grad_(False)
+    assert not frozen_on_the_device(strategy_with(lightnings(3)), module)  # whole, they go where the others go
+    module.weight.ds_id = 0
+    assert frozen_on_the_device(strategy_with(lightnings(3)), module)
+    on_host = lightnings(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    assert not frozen_on_the_device(strategy_with(on_host), module)
 
 
 def test_sixteen_bits_under_zero_are_named_with_what_is_rounded() -> None:

@@ -157,16 +157,6 @@ def test_a_setting_that_cannot_be_used_is_refused_at_once(case: str) -> None:
     assert str(caught.value) == message
 
 
-def test_parameters_on_the_host_are_refused_and_not_ignored() -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        MemFit(offload="parameters")
-    assert str(caught.value) == (
-        "MemFit(offload='parameters') is not supported in this release: what parameters on the host need is not "
-        "forecast. Use offload='auto' or 'optimizer', which keep the optimizer on the host under DeepSpeed, or "
-        "DeepSpeedStrategy(stage=3), which divides the parameters over the devices."
-    )
-
-
 # What a fit refuses: nothing has changed when it does.
 
 
@@ -512,6 +502,46 @@ def test_an_implementation_is_not_pinned_under_deepspeed_where_it_would_not_be_a
         check_trainer(Zero(), PlanRequest(optimizer_implementation="fused"))
     assert str(caught.value).startswith("optimizer_implementation='fused' cannot be had under DeepSpeed, which steps")
     check_trainer(Zero(), PlanRequest(optimizer_implementation="as-configured"))
+
+
+def test_parameters_on_the_host_are_refused_where_the_stage_leaves_them_whole_and_less_than_the_strategy_keeps() -> (
+    None
+):
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from lightning_memfit.preconditions import check_trainer
+
+    class Zero:
+        strategy: Any = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+        num_devices, num_nodes, callbacks = 2, 1, ()
+        lightning_module = Model()
+
+    Zero.strategy.parallel_devices, Zero.strategy.cluster_environment = [torch.device("cpu")] * 2, None
+    for name in ("loss_scale", "loss_scale_window", "min_loss_scale", "initial_scale_power", "hysteresis"):
+        setattr(Zero.strategy, name, 0)
+    Zero.strategy.config = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigurationError) as caught:
+        check_trainer(Zero(), PlanRequest(offload="parameters"))
+    assert str(caught.value) == (
+        "MemFit(offload='parameters') under stage 2 of DeepSpeed: parameters are divided, and kept on the host, in "
+        "stage 3 alone. Use DeepSpeedStrategy(stage=3), or offload='optimizer'."
+    )
+    host = {"device": "cpu"}
+    Zero.strategy.config = {"zero_optimization": {"stage": 3, "offload_optimizer": host, "offload_param": host}}
+    for fine in ("never", "auto", "parameters"):
+        check_trainer(Zero(), PlanRequest(offload=fine))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError) as caught:
+        check_trainer(Zero(), PlanRequest(offload="optimizer"))
+    assert str(caught.value) == (
+        "MemFit(offload='optimizer'), and the strategy keeps the parameters on the host too (offload_parameters). Use "
+        "DeepSpeedStrategy(stage=3, offload_optimizer=True), or leave offload out."
+    )
+    Zero.strategy.config = {"zero_optimization": {"stage": 3}}
+    Zero.lightning_module.requires_grad_(False)
+    for index, parameter in enumerate(Zero.lightning_module.parameters()):
+        parameter.ds_id = index  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="configure_model divided frozen parameters on the device, where"):
+        check_trainer(Zero(), PlanRequest(offload="parameters"))
 
 
 def test_a_strategy_that_cannot_offload_is_refused_where_it_must_and_said_where_it_may(

@@ -116,6 +116,7 @@ def network() -> nn.Module:
         *(Spread(sharding=replace(ZERO, zero_stage=stage)) for stage in (1, 2, 3)),
         Spread(sharding=ZERO, offload="optimizer"),
         *(Spread(sharding=replace(ZERO, ranks=1, zero_stage=stage), offload="optimizer") for stage in (2, 3)),
+        *(Spread(sharding=replace(ZERO, ranks=ranks, zero_stage=3), offload="parameters") for ranks in (1, 2)),
         Spread(sharding=FSDP2),
         Spread(sharding=replace(FSDP2, param_dtype="bfloat16", reduce_dtype="float32")),
         Spread(sharding=replace(FSDP2, param_dtype="bfloat16", synchronisation="step")),

@@ -7,6 +7,7 @@ what it steps.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import pytest
 from lightning_memfit.errors import UnsupportedError
 from lightning_memfit.plan import MemoryBreakdown
 from lightning_memfit.predict.memory import predict_memory
-from lightning_memfit.predict.shares import shares_of
+from lightning_memfit.predict.shares import pinned_beyond_bytes, shares_of
 from lightning_memfit.predict.zero import heaviest_rank, zero_timeline
-from lightning_memfit.predict.zero_layout import group_share
+from lightning_memfit.predict.zero_layout import ZeroSettings, group_share
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.trace.timeline import (
     FlatStep,
@@ -199,6 +200,86 @@ def test_stage_3_with_an_offloaded_optimizer_keeps_gradients_on_the_host_too() -
     assert host_at_rest == 2200 + 4400 + 1100 + 2200
 
 
+def test_offloaded_parameters_leave_the_device_but_for_small_ones_that_are_whole() -> None:
+    here, _ = forecast(3, offload="optimizer")
+    # Half of the parameters, 550 x 2, is on the host; both are smaller than 100,000 elements and whole here: 2200.
+    at_rest, peak = forecast(3, offload="parameters")
+    assert at_rest == here - 1100 == 10000 + 2200 + BATCH
+    # When the optimizer has stepped they come back, their shares from the host on the device meanwhile.
+    assert peak.by_phase["optimizer_step"] == at_rest + 1100
+    none, _ = forecast(3, offload="parameters", settings={"persistence_threshold_elements": 0})
+    assert none == 10000 + BATCH
+    # master weights, states, gradients in 16 and in 32 bits, and 1100 bytes of parameters, pinned: a power of two
+    host_at_rest, host = forecast(3, offload="parameters", memory="host")
+    assert host_at_rest == 2200 + 4400 + 1100 + 2200 + 2048
+    assert host.peak_allocated_bytes == host_at_rest + 2200  # the optimizer's temporary
+    # On a CPU nothing is pinned: what leaves the device is what the host has more.
+    together, _ = forecast(3, offload="parameters", memory="both")
+    assert together == forecast(3, offload="optimizer", memory="both")[0] == at_rest + host_at_rest - 2048 + 1100
+
+
+def test_offloaded_parameters_are_sent_from_copies_on_the_device() -> None:
+    settings = {"persistence_threshold_elements": 0}
+    at_rest, ahead = forecast(3, offload="parameters", settings=settings)
+    # flat 2200, whole 2200 and a's activations 1000, as without; the copies of the shares are gone when all are flat
+    assert ahead.by_phase["forward"] == at_rest + 2200 + 2200 + 1000
+    result = zero_timeline(timeline(), sharding(3, **settings), [flat_step(550)], offload="parameters")
+    assert [bytes_ for op, bytes_ in copies_of(result) if op == "zero.to_device"] == [1100]
+    # Each by itself: a whole, 1200, beside the copy of its share, 600, until it has arrived; b likewise.
+    alone = zero_timeline(
+        timeline(), sharding(3, **settings, prefetch_bucket_elements=0), [flat_step(550)], offload="parameters"
+    )
+    assert copies_of(alone) == [
+        ("zero.all_gather", 1200), ("zero.to_device", 600), ("zero.all_gather", 1000), ("zero.to_device", 500),
+    ]  # fmt: skip
+    # On a CPU the share is sent as it lies there.
+    assert "zero.to_device" not in dict(copies_of(
+        zero_timeline(timeline(), sharding(3, **settings), [flat_step(550)], offload="parameters", memory="both")
+    ))  # fmt: skip
+
+
+def copies_of(result: Timeline) -> list[tuple[str, int]]:
+    return [
+        (each.op, each.outputs[0].allocated_bytes)
+        for each in result.events
+        if isinstance(each, Operation) and each.op in ("zero.all_gather", "zero.to_device")
+    ]
+
+
+def test_one_rank_copies_a_parameter_from_the_host_when_its_module_is_reached() -> None:
+    settings = {"ranks": 1, "persistence_threshold_elements": 0, "prefetch_bucket_elements": 0}
+    result = zero_timeline(timeline(), sharding(3, **settings), [flat_step(1100)], offload="parameters")
+    assert result.resident_bytes == 10000 + BATCH
+    assert copies_of(result) == [("zero.to_device", 1200), ("zero.to_device", 1000)]
+    memory = predict_memory(result)
+    # both whole, since they are used again soon, and both activations
+    assert memory.by_phase["forward"] == result.resident_bytes + 2200 + 2000
+    # a is whole until its gradient is reduced: a copy of both, and the norm of 600 doubles on their way to the host
+    assert memory.by_phase["backward"] == result.resident_bytes + 1200 + 2200 + 4800
+    # Let go when its module is left, each is copied again in the backward.
+    strict = dataclasses.replace(ZeroSettings.of(sharding(3, **settings)), reuse_elements=0)
+    let_go = zero_timeline(
+        timeline(), sharding(3, **settings), [flat_step(1100)], offload="parameters", settings=strict
+    )
+    assert [size for _, size in copies_of(let_go)] == [1200, 1000, 1000, 1200]
+    assert predict_memory(let_go).by_phase["forward"] == let_go.resident_bytes + 1000 + 2000
+    # Those that stay whole are copies too, and made anew behind the step.
+    small = zero_timeline(timeline(), sharding(3, ranks=1), [flat_step(1100)], offload="parameters")
+    assert small.resident_bytes == 10000 + BATCH + 2200
+    assert copies_of(small) == [("zero.all_gather", 1200), ("zero.all_gather", 1000)]
+
+
+def test_frozen_parameters_are_on_the_host_with_the_others() -> None:
+    steps = [flat_step(250, (1,))]
+    settings = {"persistence_threshold_elements": 0}
+    device = zero_timeline(timeline(), sharding(3, **settings), steps, offload="parameters")
+    assert device.resident_bytes == 10000 + BATCH
+    # Of 600 frozen elements 600 bytes as they are; of 500 trained ones 500 bytes pinned, master weights, states, and
+    # gradients in 16 and in 32 bits.
+    host = zero_timeline(timeline(), sharding(3, **settings), steps, offload="parameters", memory="host")
+    assert host.resident_bytes == 600 + 512 + 250 * (4 + STATES * 4 + 2 + 4)
+
+
 def test_stage_3_gathers_ahead_in_one_flat_tensor_and_takes_it_apart() -> None:
     at_rest, peak = forecast(3, settings={"persistence_threshold_elements": 0})
     # both are fetched when the module around them is reached, and taken apart at a: flat 2200, whole 2200, activations
@@ -242,6 +323,15 @@ def test_what_a_rank_is_said_to_keep_on_the_host_is_what_its_step_has_there(stag
     assert shares.host_bytes + STATES * elements * 4 == kept
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pinned_parameters_are_part_of_what_a_rank_is_said_to_keep_on_the_host(ranks: int) -> None:
+    alone, steps = sharding(3, ranks=ranks), [flat_step(600 // ranks, (0,)), flat_step(500 // ranks, (1,))]
+    kept = zero_timeline(timeline(), alone, steps, offload="parameters", memory="host").resident_bytes
+    beyond = pinned_beyond_bytes(PARAMETERS, [each.parameters for each in steps], alone)
+    assert shares_of(PARAMETERS, alone, offload="parameters").host_bytes + beyond + STATES * 1100 // ranks * 4 == kept
+    assert beyond == {1: (2048 - 1200) + (1024 - 1000), 2: (1024 - 600) + (512 - 500)}[ranks]
+
+
 def test_two_groups_are_two_flat_tensors() -> None:
     # 600 elements are 300 a rank; 500 are 250 a rank: multiples of 4
     result = zero_timeline(timeline(), sharding(1), [flat_step(300, (0,)), flat_step(250, (1,))], rank=0)
@@ -258,16 +348,15 @@ def test_frozen_parameters_stay_as_they_are_in_stage_2_and_are_divided_in_stage_
 
 
 def test_the_share_of_a_group_is_what_the_optimizer_is_traced_over() -> None:
-    from lightning_memfit.predict.zero_layout import ZeroSettings
-
     assert group_share([600, 500], ZeroSettings.of(sharding(2))) == 550
     assert group_share([601, 500], ZeroSettings.of(sharding(2))) == 552  # padded to 1104
     assert group_share([601, 501], ZeroSettings.of(sharding(3))) == 301 + 251  # each padded to an even number
 
 
 def test_what_is_not_forecast_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="offload='parameters' is not forecast under ZeRO"):
-        forecast(3, offload="parameters")
+    for stage in (1, 2):
+        with pytest.raises(UnsupportedError, match=rf"offload='parameters' in stage {stage} of ZeRO: .* Choose"):
+            forecast(stage, offload="parameters")
     with pytest.raises(UnsupportedError, match="DDP over 2 is none of DeepSpeed's stages"):
         zero_timeline(timeline(), Sharding(engine="ddp", ranks=2), [flat_step(550)])
     quantised = (PARAMETERS[0]._replace(dtype="int8"), PARAMETERS[1])

@@ -24,7 +24,7 @@ OFFLOADED_BY_MEMFIT = [name for name in CASES if name.endswith("offloaded by Mem
 def ranks() -> list[dict[str, Any]]:
     found = find_cpu_adam(seconds=900)  # built once, so that no rank waits for it
     assert found.works, found.reason
-    return results(run_on_ranks(run_live, environment={"DS_ACCELERATOR": "cpu"}, seconds=300))
+    return results(run_on_ranks(run_live, environment={"DS_ACCELERATOR": "cpu"}, seconds=420))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,10 +59,19 @@ def test_the_plan_is_of_the_runs_own_stage_and_its_forecast_near_what_was_measur
 def test_deepspeeds_adam_steps_where_memfit_offloads(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         candidate = rank[name]["plan"].candidate
-        assert (candidate.offload, candidate.optimizer_implementation) == ("optimizer", "cpu-adam")
+        assert (candidate.offload, candidate.optimizer_implementation) == (CASES[name].memfit["offload"], "cpu-adam")
         assert rank[name]["optimizer"] == "DeepSpeedCPUAdam"
     losses = losses_of_steps(CASES[name], [rank[name]["losses"] for rank in ranks])
     assert losses == pytest.approx(one_process(CASES[name])["losses"], rel=0, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_on_the_host_where_the_plan_says_so_and_nowhere_else(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for rank in ranks:
+        assert rank[name]["parameters_on_host"] == (rank[name]["plan"].candidate.offload == "parameters")
+        assert rank[name]["parameters_on_host"] == ("parameters" in name)
 
 
 def test_a_run_goes_on_where_its_optimizer_was_or_in_the_other_place() -> None:

@@ -15,12 +15,14 @@ CASES = (
     ZeroCase(model="odd", stage=1, bucket=100_000, slices=3, overlaps=True),
     ZeroCase(model="odd", stage=2, bucket=100_000, slices=2, offloads=True),
     ZeroCase(model="mlp", stage=3, bucket=300_000, reuse=0, persistence=1000, precision="32-true"),
+    ZeroCase(model="odd", stage=3, bucket=100_000, slices=3, offloads=True, parameters_too=True),
 )
 ONE_RANK = (
     ZeroCase(model="odd", stage=1, bucket=100_000, slices=2, ranks=1),
     ZeroCase(model="odd", stage=2, bucket=100_000, slices=2, overlaps=True, offloads=True, ranks=1),
     ZeroCase(model="odd", stage=3, bucket=100_000, ranks=1),
     ZeroCase(model="odd", stage=3, bucket=100_000, optimizer="sgd", offloads=True, ranks=1),
+    ZeroCase(model="odd", stage=3, bucket=100_000, frozen=True, offloads=True, parameters_too=True, ranks=1),
 )
 
 

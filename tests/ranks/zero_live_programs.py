@@ -51,6 +51,16 @@ CASES: dict[str, LiveCase] = {
     "stage 3, offloaded by MemFit": LiveCase(
         stage=3, optimizer="adamw", memfit={"offload": "optimizer", "optimizer_implementation": "auto"}
     ),
+    "stage 3, parameters offloaded": LiveCase(stage=3, offload="parameters"),
+    "stage 3, parameters and all offloaded by MemFit": LiveCase(
+        stage=3,
+        optimizer="adamw",
+        memfit={
+            "offload": "parameters",
+            "optimizer_implementation": "auto",
+            "activation_checkpointing": "blocks",
+        },
+    ),
 }
 
 
@@ -100,7 +110,8 @@ def fit(
     )
     strategy = CPUDeepSpeed(
         stage=case.stage,
-        offload_optimizer=case.offload == "optimizer",
+        offload_optimizer=case.offload != "never",
+        offload_parameters=case.offload == "parameters",
         allgather_bucket_size=1000,
         reduce_bucket_size=1000,
         logging_level=logging.ERROR,
@@ -127,4 +138,5 @@ def fit(
         "measured": plugin.measured,
         "optimizer": type(strategy.model.optimizer.optimizer).__name__,
         "strategy": (type(strategy).__name__, strategy.handles_gradient_accumulation),
+        "parameters_on_host": bool(getattr(strategy.model.optimizer, "offload_param", False)),
     }

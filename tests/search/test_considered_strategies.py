@@ -28,7 +28,10 @@ def names(found: Considered) -> list[str | None]:
     return [spread.name for spread in found.spreads]
 
 
-OFFLOADED = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"]
+STAGE_3 = "DeepSpeedStrategy(stage=3, offload_optimizer=True)"  # Lightning has no name for it
+OPTIMIZER = ["deepspeed_stage_2_offload", STAGE_3]
+PARAMETERS = "deepspeed_stage_3_offload"
+OFFLOADED = [*OPTIMIZER, PARAMETERS]
 
 
 def test_on_one_gpu_the_host_comes_behind_the_plain_run() -> None:
@@ -51,10 +54,33 @@ def test_on_one_gpu_the_host_is_withheld_from_who_did_not_ask() -> None:
 
 
 def test_who_asks_for_the_host_gets_nothing_else() -> None:
-    assert names(considered("optimizer")) == OFFLOADED
-    assert names(considered("auto", strategy="deepspeed_stage_2_offload")) == ["deepspeed_stage_2_offload"]
-    assert names(considered("optimizer", devices=2)) == OFFLOADED
-    assert names(considered("auto", strategy="deepspeed_stage_3_offload")) == ["deepspeed_stage_3_offload"]
+    for devices in (1, 2):
+        assert names(considered("optimizer", devices=devices)) == OPTIMIZER
+        assert names(considered("parameters", devices=devices)) == [PARAMETERS]
+        assert names(considered("auto", devices=devices, strategy="deepspeed_stage_2_offload")) == OPTIMIZER[:1]
+        assert names(considered("optimizer", devices=devices, strategy="deepspeed_stage_2_offload")) == OPTIMIZER[:1]
+        assert names(considered("optimizer", devices=devices, strategy="deepspeed_stage_3")) == [STAGE_3]
+        assert names(considered("parameters", devices=devices, strategy="deepspeed_stage_3")) == [PARAMETERS]
+
+
+@pytest.mark.parametrize("offload", ["auto", "parameters"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_lightnings_name_of_stage_3_keeps_optimizer_and_parameters_on_the_host(offload: str, devices: int) -> None:
+    (spread,) = considered(offload, devices=devices, strategy=PARAMETERS).spreads
+    assert spread.offload == "parameters" and spread.name == PARAMETERS
+    registered = pytest.importorskip("lightning.pytorch.strategies", reason="Lightning is not installed")
+    kept = registered.StrategyRegistry[PARAMETERS]["init_params"]
+    assert (kept["stage"], kept["offload_optimizer"], kept["offload_parameters"]) == (3, True, True)
+    other = registered.StrategyRegistry[OPTIMIZER[0]]["init_params"]
+    assert other["offload_optimizer"] and "offload_parameters" not in other
+
+
+def test_parameters_come_behind_the_optimizer() -> None:
+    offloads = [spread.offload for spread in considered("auto", devices=2).spreads]
+    assert [each for each in offloads if each != "never"] == ["optimizer", "optimizer", "parameters"]
+    assert names(considered("never", devices=2))[-1] == "fsdp2" and set(OFFLOADED).isdisjoint(
+        names(considered("never", devices=2))
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +128,21 @@ def test_where_it_cannot_be_had_it_is_left_out_with_the_reason(settings: dict[st
             {"offload": "optimizer", "strategy": "ddp", "devices": 2},
             r"^strategy='ddp' keeps everything on the devices, and offload='optimizer' asks for the host\. Leave one",
         ),
-        ({"offload": "parameters"}, r"^offload='parameters' is not forecast"),
+        (
+            {"offload": "parameters", "strategy": "deepspeed_stage_2_offload", "devices": 2},
+            r"^strategy='deepspeed_stage_2_offload' with offload='parameters': DeepSpeed divides parameters, .* in "
+            r"stage 3 alone\. Choose 'deepspeed_stage_3_offload', or offload='optimizer'\.$",
+        ),
+        (
+            {"offload": "optimizer", "strategy": PARAMETERS},
+            r"^strategy='deepspeed_stage_3_offload' keeps the parameters on the host too, as Lightning's does, and "
+            r"offload='optimizer' the optimizer alone\. Leave one out, or give strategy='deepspeed_stage_3' with it",
+        ),
+        (
+            {"offload": "parameters", "strategy": "fsdp2", "devices": 2},
+            r"^strategy='fsdp2' keeps everything on the devices, and offload='parameters' asks for the host\.",
+        ),
+        ({"offload": "parameters", "kind": "cpu"}, r"^offload='parameters' cannot be had on a CPU: .* host is the"),
     ],
 )
 def test_what_is_asked_for_and_cannot_be_had_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -111,11 +151,16 @@ def test_what_is_asked_for_and_cannot_be_had_is_refused(settings: dict[str, Any]
 
 
 def evaluate(candidate: Candidate) -> Forecast:
-    """1000 bytes and 100 for each sample; ZeRO-2 holds 200 with 10 for each, ZeRO-3 150, and they look faster."""
+    """1000 bytes and 100 for each sample; ZeRO-2 holds 200 with 10 for each, ZeRO-3 150, and they look faster.
+
+    With the parameters on the host ZeRO-3 holds 50 and looks fastest, and the host has 1000 more.
+    """
     samples, offloads = candidate.split.micro_batch_size, candidate.offload != "never"
     stage = candidate.sharding.zero_stage if candidate.sharding is not None else None
     fixed, each = {None: (1000, 100), 2: (200, 10), 3: (150, 10)}[stage]
     seconds = {None: 2.0, 2: 1.0, 3: 0.9}[stage] * (1 + 0.01 * candidate.split.num_slices)
+    if candidate.offload == "parameters":
+        fixed, seconds = 50, seconds / 2
     peak = fixed + each * samples
     return Forecast(
         candidate=candidate,
@@ -126,7 +171,7 @@ def evaluate(candidate: Candidate) -> Forecast:
         recomputed_flops=0,
         predicted_step_seconds=seconds,
         exchanged_bytes=0 if offloads else None,
-        host_bytes=3000 if offloads else None,
+        host_bytes=(4000 if candidate.offload == "parameters" else 3000) if offloads else None,
     )
 
 
@@ -165,6 +210,20 @@ def test_stage_3_is_taken_where_stage_2_does_not_fit() -> None:
     assert plan.candidate.sharding is not None and plan.candidate.sharding.zero_stage == 3
 
 
+def test_parameters_leave_only_where_nothing_fits_with_the_optimizer_alone_on_the_host() -> None:
+    with_optimizer = planned(200, "auto")  # ZeRO-3 with slices; the parameters' would fit, undivided and faster
+    assert with_optimizer.candidate.offload == "optimizer"
+    reasons = {each.reason for each in with_optimizer.passed_over if each.candidate.offload == "parameters"}
+    assert "fits, but moves the parameters to the host, which the plan does without" in reasons
+    plan = planned(159, "auto")  # one sample needs 160 in ZeRO-3
+    assert plan.candidate.offload == "parameters" and plan.candidate.harm_tier == 2
+    assert reason(plan, "offload") == (
+        "tier 2: nothing fits on the GPU alone, or with the optimizer alone on the host; optimizer and parameters keep "
+        "3.906 KiB in the host's memory, how much the host has is not known"
+    )
+    assert reason(planned(200, "parameters"), "offload").startswith("tier 2: as given; optimizer and parameters keep")
+
+
 def test_what_fits_without_the_host_is_the_plan_that_it_was() -> None:
     asked, plain = planned(1400, "auto"), planned(1400, "never")
     assert asked.candidate == plain.candidate and asked.choices == plain.choices
@@ -175,7 +234,10 @@ def test_within_one_tier_the_host_is_the_last_resort_however_fast_it_looks() -> 
     plan = planned(1400, "auto", precision="bf16-true")  # of tier 2 by itself; 4 slices of 4 samples
     assert plan.candidate.offload == "never" and plan.split.num_slices == 4
     reasons = {each.reason for each in plan.passed_over if each.candidate.offload != "never"}
-    assert reasons == {"fits, but moves the optimizer to the host, which the plan does without"}
+    assert reasons == {
+        f"fits, but moves {moved} to the host, which the plan does without"
+        for moved in ("the optimizer", "optimizer and parameters")
+    }
 
 
 def test_an_error_says_that_offload_would_help_only_where_it_is_predicted_to_fit() -> None:
@@ -185,7 +247,19 @@ def test_an_error_says_that_offload_would_help_only_where_it_is_predicted_to_fit
         '  - strategy="deepspeed_stage_2_offload", the optimizer on the host: 360 B here, and 2.930 KiB of the host\'s '
         "memory (predicted: undivided batch, offload optimizer, ZeRO-2 over 1)"
     ) in str(error.value)
-    for budget, host in ((100, None), (1000, 2000)):
+    with pytest.raises(NoFeasiblePlanError) as error:
+        planned(155, "never")
+    assert (
+        '  - strategy="deepspeed_stage_3_offload", optimizer and parameters on the host: 130 B here, and 3.906 KiB of '
+        "the host's memory (predicted: 2 slices of <= 8, offload parameters, ZeRO-3 over 1)"
+    ) in str(error.value)
+    with pytest.raises(NoFeasiblePlanError) as error:
+        planned(170, "never")
+    assert (
+        "  - strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True), the optimizer on the host: 170 B here, and "
+        "2.930 KiB of"
+    ) in str(error.value)
+    for budget, host in ((50, None), (1000, 2000)):
         with pytest.raises(NoFeasiblePlanError) as error:
             planned(budget, "never", host=host)
         assert "offload" not in str(error.value)
@@ -195,13 +269,13 @@ def test_a_host_without_room_is_told_from_a_device_without() -> None:
     with pytest.raises(NoFeasiblePlanError) as error:
         planned(1000, "auto", host=2000)
     assert str(error.value).startswith(
-        "No plan fits the host: of the smallest one, the optimizer keeps 2.930 KiB in its memory, 1000 B more than the "
-        "1.953 KiB that are given (host_memory)."
+        "No plan fits the host: of the smallest one, optimizer and parameters keep 3.906 KiB in its memory, 1.953 KiB "
+        "more than the 1.953 KiB that are given (host_memory)."
     )
-    # One sample: 1000 + 100, 200 + 10 and 150 + 10.
+    # One sample: 1000 + 100, 200 + 10, 150 + 10 and 50 + 10.
     assert (
         "strategy: one device (1.074 KiB), ZeRO-2 over 1, optimizer on the host (210 B), ZeRO-3 over 1, optimizer on "
-        "the host (160 B)"
+        "the host (160 B), ZeRO-3 over 1, optimizer and parameters on the host (60 B)"
     ) in str(error.value)
 
 

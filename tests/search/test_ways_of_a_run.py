@@ -59,6 +59,19 @@ def test_zero_offloads_where_it_may_behind_what_it_is_and_where_it_must_in_its_p
     assert ways_of_a_run(ZERO, "optimizer", SIZES, asked="auto").spreads == away
 
 
+def test_stage_3_may_have_its_parameters_on_the_host_too() -> None:
+    third = replace(ZERO, zero_stage=3)
+    at = {
+        offload: tuple(Spread(sharding=each, offload=offload) for each in (third, *smaller(third)))
+        for offload in ("never", "optimizer", "parameters")
+    }
+    assert ways_of_a_run(third, "never", SIZES, asked="auto").spreads == sum(at.values(), ())
+    assert ways_of_a_run(third, "optimizer", SIZES, asked="auto").spreads == at["optimizer"] + at["parameters"]
+    assert ways_of_a_run(third, "never", SIZES, asked="parameters").spreads == at["parameters"]
+    for asked in ("never", "auto", "parameters"):
+        assert ways_of_a_run(third, "parameters", SIZES, asked=asked).spreads == at["parameters"]  # type: ignore[arg-type]
+
+
 def test_what_cannot_offload_is_spread_as_ever() -> None:
     for sharding in (None, DDP, FSDP2):
         assert ways_of_a_run(sharding, "never", SIZES, asked="auto") == ways_of_a_run(sharding, "never", SIZES)
@@ -69,7 +82,8 @@ def named(*given: Any, kind: str = "cuda", **settings: Any) -> list[str | None]:
 
 
 def test_a_run_that_does_not_fit_is_told_of_the_strategies_that_its_trainer_does_not_have() -> None:
-    offloaded = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"]
+    third = "DeepSpeedStrategy(stage=3, offload_optimizer=True)"
+    offloaded = ["deepspeed_stage_2_offload", third, "deepspeed_stage_3_offload"]
     assert named(None, "never", ranks=1) == offloaded
     assert named(None, "never", ranks=1, kind="cpu") == []
     assert named(DDP, "never", ranks=2, kind="cpu") == ["fsdp2"]
@@ -77,8 +91,9 @@ def test_a_run_that_does_not_fit_is_told_of_the_strategies_that_its_trainer_does
     assert named(DDP, "never", ranks=2) == [*stages, *offloaded, "fsdp2"]
     assert named(DDP, "never", ranks=2, zero_obstacle="it looks at matrices") == ["fsdp2"]
     assert named(ZERO, "never", ranks=2) == ["deepspeed_stage_3", *offloaded]
-    assert named(ZERO, "optimizer", ranks=2) == ["deepspeed_stage_3_offload"]
-    assert named(replace(ZERO, zero_stage=3), "optimizer", ranks=2) == []
+    assert named(ZERO, "optimizer", ranks=2) == [third, "deepspeed_stage_3_offload"]
+    assert named(replace(ZERO, zero_stage=3), "optimizer", ranks=2) == ["deepspeed_stage_3_offload"]
+    assert named(replace(ZERO, zero_stage=3), "parameters", ranks=2) == []
     assert named(FSDP2, "never", ranks=2) == []
 
 
