@@ -6,6 +6,7 @@ of memory there leaves nobody waiting. What stands is then run together, as trai
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -79,12 +80,14 @@ class StepsOfAllRanks:
     def put_on(self, candidate: Candidate) -> None:
         """Let every Trainer run a candidate."""
         self._ranks.share(_Order(action="put on", about=candidate))
-        self._own.put_on(candidate)
+        with self._ranks.failing(_DOING):
+            self._own.put_on(candidate)
 
     def take_off(self) -> None:
         """Take the levers back on every rank."""
         self._ranks.share(_Order(action="take off"))
-        self._own.take_off()
+        with self._ranks.failing(_DOING):
+            self._own.take_off()
 
     def warm_up(self, forecast: Forecast, *, timed: bool) -> Ran:
         """Run the warm-up on every rank; what the worst one measured.
@@ -123,9 +126,11 @@ def follow(ranks: Ranks, own: OwnSteps, exchange: GradientExchange, *, together:
         if isinstance(order, BaseException):
             raise order
         if order.action == "put on":
-            own.put_on(order.about)
+            with ranks.failing(_DOING):
+                own.put_on(order.about)
         elif order.action == "take off":
-            own.take_off()
+            with ranks.failing(_DOING):
+                own.take_off()
         elif order.action == "warm up":
             _warm_up(ranks, own, exchange, order)
         elif order.action == "retime":
@@ -137,9 +142,17 @@ def follow(ranks: Ranks, own: OwnSteps, exchange: GradientExchange, *, together:
 
 def as_told(error: Exception) -> Exception:
     """An error of rank 0 as the others raise it: one of MemFit's own as it is, of others the words."""
-    if isinstance(error, MemFitError):
+    if isinstance(error, MemFitError) and _can_be_sent(error):
         return error
     return RankFailedError(f"rank 0 failed while {_DOING}: {type(error).__name__}: {first_line(error)}", rank=0)
+
+
+def _can_be_sent(error: Exception) -> bool:
+    try:
+        pickle.dumps(error)
+    except Exception:  # it holds something of the user's; its words are told all the same
+        return False
+    return True
 
 
 def _warm_up(ranks: Ranks, own: OwnSteps, exchange: GradientExchange, order: _Order) -> Ran:
