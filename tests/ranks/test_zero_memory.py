@@ -46,6 +46,6 @@ def test_the_peak_of_one_rank_alone_is_predicted_with_and_without_offload() -> N
 
 
 @pytest.mark.slow
-def test_a_ranks_peak_is_predicted_at_every_setting() -> None:
-    for each in compare(all_cases()):
+def test_a_ranks_peak_is_predicted_at_every_fifth_setting_of_the_bench() -> None:
+    for each in compare(all_cases()[::5]):  # python -m benchmarks.accuracy_ranks_zero runs all of them
         assert each.error == pytest.approx(0, abs=0.03), each
