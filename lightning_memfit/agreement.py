@@ -54,6 +54,26 @@ def check_agreement(facts: Sequence[RankFacts]) -> None:
         )
 
 
+def check_evaluations(batches: Sequence[int | None]) -> None:
+    """Refuse evaluations of different lengths where each step of one gathers parameters from every rank.
+
+    Args:
+        batches: by rank: batches of one evaluation over all loaders; 0 where it does not validate, ``None`` if unknown.
+
+    Raises:
+        RanksDisagreeError: naming two ranks and what each has.
+    """
+    known = [(rank, count) for rank, count in enumerate(batches) if count is not None]
+    for rank, count in known[1:]:
+        first, expected = known[0]
+        if count != expected:
+            raise RanksDisagreeError(
+                f"Validation batches: rank {first} has {expected}, rank {rank} has {count}, and each step gathers "
+                "parameters from all ranks, so that one of them would wait for ever. Use Lightning's "
+                "DistributedSampler (use_distributed_sampler=True), or limit_val_batches=."
+            )
+
+
 def _differences(facts: Sequence[RankFacts]) -> list[str]:
     found: dict[str, str] = {}
     first = facts[0]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_memfit.agreement import check_evaluations
 from lightning_memfit.apply.batch_scan import ScannedBatch
 from lightning_memfit.apply.checkpoint_layouts import checkpoint_to_restore
 from lightning_memfit.apply.cpu_adam import CpuAdam, find_cpu_adam
@@ -292,13 +293,19 @@ class FitSession:
 
         Raises:
             NoFeasiblePlanError: with the smallest measured peak, if no plan stands.
+            RanksDisagreeError: if evaluations of different lengths would leave a rank waiting.
         """
         self._probers.leave_gpu()  # before it is looked at how much of it is free
         self._look_at_the_device_again()
         prepared = self._looked_at
-        validation = self._ranks.each(
-            prepared.validation_batch, doing="looking at the validation batches", tell=lambda _: None
-        ).own
+        looked = self._ranks.each(
+            prepared.validation_batch,
+            doing="looking at the validation batches",
+            tell=lambda found: 0 if found is None else found.epoch_batches,
+        )
+        if prepared.evaluation_gathers:
+            check_evaluations(looked.all)
+        validation = looked.own
         steps = RealSteps(prepared, self._levers, validation, ranks=self._ranks, leave_gpu=self._probers.leave_gpu)
         if self._ranks.count == 1:
             self._prove(steps, validation, report, announce)

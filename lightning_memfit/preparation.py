@@ -166,6 +166,11 @@ class Preparation:
         return self.sharding is not None and self.sharding.engine == "fsdp2"
 
     @property
+    def evaluation_gathers(self) -> bool:
+        """Whether an evaluation step needs the other ranks, once the engine is built."""
+        return self.gathers or (self.sharding is not None and self.sharding.zero_stage == 3)
+
+    @property
     def _plain(self) -> Candidate:
         return Candidate(
             precision=self.request.precision or "32-true",

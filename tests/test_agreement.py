@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memfit.agreement import RankFacts, check_agreement, most_demanding, poorest
+from lightning_memfit.agreement import RankFacts, check_agreement, check_evaluations, most_demanding, poorest
 from lightning_memfit.errors import RanksDisagreeError
 from lightning_memfit.hardware.device import DeviceSpec, shared_by
 from lightning_memfit.plan import Budget, PlanRequest
@@ -78,3 +78,20 @@ def test_processes_on_one_host_share_what_is_free() -> None:
     # 4 GiB free for two processes: 2 GiB for each, beside the 1 GiB that it holds already.
     assert shared_by(HOST, 2) == replace(HOST, available_bytes=2 * GIB, capacity_bytes=3 * GIB)
     assert shared_by(HOST, 1) == HOST
+
+
+@pytest.mark.parametrize("batches", [(3, 3), (0, 0), (None, 3), (None, None, 0)])
+def test_evaluations_that_are_as_long_or_of_unknown_length_may_gather(batches: tuple[int | None, ...]) -> None:
+    check_evaluations(batches)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ((3, 2), "rank 0 has 3, rank 1 has 2"),
+        ((None, 0, 0, 1), "rank 1 has 0, rank 3 has 1"),
+    ],
+)
+def test_evaluations_of_other_lengths_would_leave_a_rank_waiting(batches: tuple[int | None, ...], words: str) -> None:
+    with pytest.raises(RanksDisagreeError, match=f"^Validation batches: {words}, and each step gathers"):
+        check_evaluations(batches)

@@ -129,13 +129,13 @@ def write_config(
     sharding: Sharding,
     offload: Offload = "never",
     micro_batch_size: int,
-    clip_norm: float | None = None,
     module: nn.Module | None = None,
     formatted_for: str | None = None,
 ) -> Undo:
     """Write a plan into a strategy's configuration; the engine that is built next follows it.
 
-    The accumulation is written as 1: how a slice's loss counts is MemFit's, and DeepSpeed would divide it once more.
+    The norm to clip to is there already: Lightning writes ``gradient_clip_val``. The accumulation is written as 1: how
+    a slice's loss counts is MemFit's, and DeepSpeed would divide it once more.
     ``zero_force_ds_cpu_optimizer`` is written as false where the optimizer is offloaded: whether the extension that it
     asks for can be built was found out when the plan was made.
 
@@ -145,7 +145,6 @@ def write_config(
         sharding: stage and sizes; those that are ``None`` stay as they are.
         offload: what is on the host.
         micro_batch_size: samples in one forward and backward on one device; DeepSpeed logs its speed by it.
-        clip_norm: largest norm of all gradients; ``None`` leaves it as it is.
         module: the module in training, to see whether its parameters are divided already.
         formatted_for: the precision for which Lightning formatted the configuration; ``None`` if that is not known.
 
@@ -172,8 +171,6 @@ def write_config(
     config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     config.pop("train_batch_size", None)  # DeepSpeed would check their product
-    if clip_norm is not None:
-        config["gradient_clipping"] = clip_norm
     zero = config.setdefault("zero_optimization", {})
     zero["stage"] = sharding.zero_stage
     sizes = {
