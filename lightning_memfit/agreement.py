@@ -58,7 +58,8 @@ def check_evaluations(batches: Sequence[int | None]) -> None:
     """Refuse evaluations of different lengths where each step of one gathers parameters from every rank.
 
     Args:
-        batches: by rank: batches of one evaluation over all loaders; 0 where it does not validate, ``None`` if unknown.
+        batches: by rank: batches of all validation loaders, before Lightning's sampler shares them among ranks; 0
+            where it does not validate, ``None`` if unknown.
 
     Raises:
         RanksDisagreeError: naming two ranks and what each has.
@@ -68,9 +69,9 @@ def check_evaluations(batches: Sequence[int | None]) -> None:
         first, expected = known[0]
         if count != expected:
             raise RanksDisagreeError(
-                f"Validation batches: rank {first} has {expected}, rank {rank} has {count}, and each step gathers "
-                "parameters from all ranks, so that one of them would wait for ever. Use Lightning's "
-                "DistributedSampler (use_distributed_sampler=True), or limit_val_batches=."
+                f"Validation loaders of {expected} batches on rank {first} and of {count} on rank {rank}, before ranks "
+                "share them: each step gathers parameters from all ranks, so that one of them would wait for ever. "
+                "Give every rank the same loaders, or set limit_val_batches=."
             )
 
 

@@ -88,10 +88,10 @@ def test_evaluations_that_are_as_long_or_of_unknown_length_may_gather(batches: t
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        ((3, 2), "rank 0 has 3, rank 1 has 2"),
-        ((None, 0, 0, 1), "rank 1 has 0, rank 3 has 1"),
+        ((3, 2), "of 3 batches on rank 0 and of 2 on rank 1"),
+        ((None, 0, 0, 1), "of 0 batches on rank 1 and of 1 on rank 3"),
     ],
 )
 def test_evaluations_of_other_lengths_would_leave_a_rank_waiting(batches: tuple[int | None, ...], words: str) -> None:
-    with pytest.raises(RanksDisagreeError, match=f"^Validation batches: {words}, and each step gathers"):
+    with pytest.raises(RanksDisagreeError, match=f"^Validation loaders {words}, before ranks share them"):
         check_evaluations(batches)

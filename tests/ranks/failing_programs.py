@@ -107,18 +107,29 @@ def out_of_memory_under_zero(rank: int) -> None:
     strategy = CPUDeepSpeed(
         stage=2, allgather_bucket_size=1000, reduce_bucket_size=1000, timeout=datetime.timedelta(seconds=SECONDS)
     )
-    _run_out_of_memory(Case(micro_batch_size=3), strategy, rank, at="training")
+    _fit_and_validate(Case(micro_batch_size=3), strategy, rank, at="training")
 
 
 def out_of_memory_evaluating(rank: int) -> None:
     """Rank 1 runs out of memory in an evaluation, whose forward gathers parameters."""
-    strategy = lightning.pytorch.strategies.ModelParallelStrategy(
+    _fit_and_validate(Case(engine="fsdp2", micro_batch_size=3), _fsdp2(), rank, at="validation")
+
+
+def validating_longer_on_one_rank(rank: int) -> None:
+    """Rank 1 has a batch more to validate than the other, whose parameters it would wait for."""
+    case = Case(engine="fsdp2", micro_batch_size=3)
+    longer = dataclasses.replace(case, samples=case.samples + 16 * rank)
+    validation = DataLoader(data_of(longer), batch_size=case.loader_batch_size)
+    _fit_and_validate(case, _fsdp2(), rank, at="never", validation=validation)
+
+
+def _fsdp2() -> Any:
+    return lightning.pytorch.strategies.ModelParallelStrategy(
         data_parallel_size=2, tensor_parallel_size=1, timeout=datetime.timedelta(seconds=SECONDS)
     )
-    _run_out_of_memory(Case(engine="fsdp2", micro_batch_size=3), strategy, rank, at="validation")
 
 
-def _run_out_of_memory(case: Case, strategy: Any, rank: int, *, at: str) -> None:
+def _fit_and_validate(case: Case, strategy: Any, rank: int, *, at: str, validation: Any = None) -> None:
     torch.manual_seed(0)
     net = OutOfMemoryNet(case, rank=rank, at=at)
     loader = DataLoader(data_of(case), batch_size=case.loader_batch_size)
@@ -134,7 +145,7 @@ def _run_out_of_memory(case: Case, strategy: Any, rank: int, *, at: str) -> None
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-        ).fit(net, loader, loader)
+        ).fit(net, loader, loader if validation is None else validation)
 
 
 def run_all(rank: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tests.ranks.failing_programs import (
     out_of_memory_evaluating,
     out_of_memory_under_zero,
     run_all,
+    validating_longer_on_one_rank,
 )
 from tests.ranks.launch import Ended, results, run_on_ranks
 
@@ -110,6 +111,12 @@ def test_a_rank_that_runs_out_of_memory_while_others_wait_in_the_step_ends_them_
     assert "OutOfMemoryError: CUDA out of memory" in last_error(failed)
     assert "RankFailedError: rank 1 failed while" in last_error(waiting)
     assert "OutOfMemoryError: CUDA out of memory" in last_error(waiting)
+
+
+def test_evaluations_of_other_lengths_that_gather_parameters_are_refused_before_a_rank_waits() -> None:
+    for rank in run_on_ranks(validating_longer_on_one_rank, seconds=START_SECONDS + 2 * SECONDS):
+        assert rank.code == 1
+        assert "RanksDisagreeError: Validation loaders of 8 batches on rank 0 and of 10 on rank 1" in last_error(rank)
 
 
 def last_error(rank: Ended) -> str:
