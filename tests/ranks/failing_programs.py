@@ -38,6 +38,16 @@ class FailingNet(Net):
         return self.loss(batch)
 
 
+class Wide(Net):
+    """Two million parameters and small activations: what is held whole, DDP cannot make smaller."""
+
+    def __init__(self) -> None:
+        super().__init__(Case())
+        blocks = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(8)]
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 512), *blocks])
+        self.head = torch.nn.Linear(512, 5)
+
+
 class Training(lightning.Callback):
     """Notes that training has begun; callbacks take no part in a warm-up."""
 
@@ -164,6 +174,7 @@ def run_all(rank: int) -> dict[str, str]:
         "model": lambda: fit(narrow),
         "batches": lambda: fit(net_of(case), loader=DataLoader(data_of(longer), batch_size=case.loader_batch_size)),
         "poorest": lambda: _with_less(rank),
+        "too little": lambda: fit(Wide(), plugin=MemFit(budget="20MiB", cache_dir=None, verbose=False)),
     }
     return {name: _said(run) for name, run in runs.items()}
 

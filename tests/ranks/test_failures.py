@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 
 import pytest
@@ -88,6 +89,18 @@ def test_the_poorest_rank_decides_what_a_plan_may_use(said: list[dict[str, str]]
     budget, reason = ast.literal_eval(said[0]["poorest"])
     assert budget < 6 * 2**30  # half of 12 GiB, less headroom and what the processes hold
     assert "that of rank 1, which has the least of 2 (the most is" in reason
+
+
+def test_ranks_that_do_not_fit_are_told_which_other_strategy_would_and_what_it_needs(
+    said: list[dict[str, str]],
+) -> None:
+    for rank in said:
+        assert rank["too little"].startswith("NoFeasiblePlanError: No plan fits the budget of 20.00 MiB")
+        (line,) = [line for line in rank["too little"].splitlines() if "FSDP2" in line]
+        found = re.fullmatch(
+            r"  - FSDP2 \(ModelParallelStrategy\): ([0-9.]+) MiB on each device \(predicted: .*\)", line
+        )
+        assert found is not None and 12 < float(found[1]) <= 20  # half of 16 bytes for each parameter at the least
 
 
 def test_a_rank_that_fails_in_a_slice_ends_the_others_that_wait_for_its_gradients() -> None:
