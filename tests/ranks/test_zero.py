@@ -76,6 +76,14 @@ def test_where_deepspeeds_adam_cannot_be_built_torchs_steps_on_the_host_and_the_
     assert next(each.reason for each in plan.choices if each.lever == "offload").startswith("tier 2: as given; ")
 
 
+def test_a_plan_that_was_made_where_it_could_be_built_is_refused_where_it_cannot(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        message = rank["cannot be built"]["given"]
+        assert message.startswith("The plan given as plan= steps the optimizer on the host with DeepSpeed's Adam, but ")
+        assert "was left by a build that nobody here runs" in message
+        assert message.endswith("Leave plan= out to plan anew.")
+
+
 def test_a_planned_run_goes_on_from_its_checkpoint_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         at_once, resumed = rank["resumed"]["at once"], rank["resumed"]["resumed"]

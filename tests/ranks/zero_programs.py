@@ -23,8 +23,9 @@ from lightning_memfit.apply.gradient_exchange import exchange_of
 from lightning_memfit.apply.micro_batches import Slicer
 from lightning_memfit.apply.precision import DelegatingPrecision
 from lightning_memfit.apply.sharding import ranks_of, sharding_of
+from lightning_memfit.errors import ConfigurationError
 from lightning_memfit.observe.snapshot import take_snapshot
-from lightning_memfit.plan import BatchSplit, Offload
+from lightning_memfit.plan import BatchSplit, Offload, Plan
 from lightning_memfit.sharding import ZeroStage
 from tests.ranks.cpu_deepspeed import CPUDeepSpeed
 from tests.ranks.trainer_programs import QUIET, RANKS, Case, data_of, loader_of, net_of, optimizer_of, resume
@@ -269,11 +270,23 @@ def _train_where_nothing_can_be_built(rank: int, folder: str) -> dict[str, Any]:
         before = os.environ.get("TORCH_EXTENSIONS_DIR")
         os.environ["TORCH_EXTENSIONS_DIR"] = extensions
         try:
-            return train_live(NOT_BUILT, rank, folder, offload="optimizer")
+            found = train_live(NOT_BUILT, rank, folder, offload="optimizer")
+            return found | {"given": _refusal_of_built(found["plan"], rank, folder)}
         finally:
             del os.environ["TORCH_EXTENSIONS_DIR"]
             if before is not None:
                 os.environ["TORCH_EXTENSIONS_DIR"] = before
+
+
+def _refusal_of_built(plan: Plan, rank: int, folder: str) -> str:
+    """What a run says to its own plan, given with DeepSpeed's Adam as if it had been made where that was built."""
+    candidate = dataclasses.replace(plan.candidate, optimizer_implementation="cpu-adam")
+    built = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, candidate=candidate))
+    try:
+        train_live(NOT_BUILT, rank, folder, offload="optimizer", plan=built)
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"
 
 
 def run_more_cases(rank: int) -> dict[str, Any]:
