@@ -303,7 +303,7 @@ class FitSession:
             doing="looking at the validation batches",
             tell=lambda found: 0 if found is None else found.epoch_batches,
         )
-        if prepared.evaluation_gathers:
+        if self._ranks.count > 1 and prepared.evaluation_gathers:
             check_evaluations(looked.all)
         validation = looked.own
         steps = RealSteps(prepared, self._levers, validation, ranks=self._ranks, leave_gpu=self._probers.leave_gpu)

@@ -16,6 +16,7 @@ from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Candidate, Forecast, OptimizerImplementation, Plan, Precision
 from lightning_memfit.plan_reuse import check_conflicts, conflicts, plan_from_checkpoint
 from lightning_memfit.preparation import Preparation
+from lightning_memfit.run_space import cpu_adam_obstacle, space_of
 from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.planner import MOST_CONTENDERS, Found, search_plan
 from lightning_memfit.validate.verdict import expected_correction
@@ -278,7 +279,7 @@ class Planning:
         if self._host_implementation is None:
             implementation: OptimizerImplementation = "as-configured"
             with self.prepared.as_planned():
-                reason = self.prepared.cpu_adam_obstacle()
+                reason = cpu_adam_obstacle(self.prepared)
             if reason is None:
                 self.announce("building DeepSpeed's Adam for the host")
                 found = self._find_cpu_adam()
@@ -360,7 +361,7 @@ class Planning:
     def _space_given(self, obstacle: str | None) -> SearchSpace:
         self._obstacle = obstacle
         with self.prepared.as_planned():
-            space = self.prepared.space(obstacle)
+            space = space_of(self.prepared, obstacle)
         if self._host_implementation is not None:
             space = space.with_host_implementation(*self._host_implementation)
         if self._built_for is not None:

@@ -12,13 +12,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_memfit.agreement import RankFacts, check_agreement, least_host_budget, most_demanding, poorest
-from lightning_memfit.apply import fsdp2
 from lightning_memfit.apply.batch_scan import ScanLimits, ScannedBatch, given_worst_batch
 from lightning_memfit.apply.batch_shapes import measure, shapes_in_words
-from lightning_memfit.apply.deepspeed_config import frozen_on_the_device, is_deepspeed, offload_of, own_precision
+from lightning_memfit.apply.deepspeed_config import is_deepspeed, offload_of, own_precision
 from lightning_memfit.apply.length_cap import at_max_length
 from lightning_memfit.apply.loader import TrainLoader, loaders_in_sight, scan_validation_batches
-from lightning_memfit.apply.optimizer_levers import OptimizerFacts
 from lightning_memfit.apply.sharding import sharding_of
 from lightning_memfit.apply.slicing import weight_of
 from lightning_memfit.apply.stepping_batches import answering_num_batches
@@ -26,29 +24,24 @@ from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.batch_tree import map_tensors
 from lightning_memfit.errors import BatchStructureError, ConfigurationError, TraceError
 from lightning_memfit.fingerprint import fingerprint_of, sharding_facts, trainer_facts_of
-from lightning_memfit.forecasting import device_precisions, rates_of, resident_bytes
+from lightning_memfit.forecasting import rates_of, resident_bytes
 from lightning_memfit.hardware.detect import detect_again, detect_device
 from lightning_memfit.hardware.device import DeviceSpec, shared_by
 from lightning_memfit.hardware.gpu_probe import GpuProbe, probe_present, probed_rates, with_probe
-from lightning_memfit.hardware.measure_rates import MOST_NOISE, measure_rates
+from lightning_memfit.hardware.measure_rates import measure_rates
 from lightning_memfit.hardware.rates import DeviceRates
 from lightning_memfit.observe.callbacks import callback_bytes
 from lightning_memfit.observe.meter import storage_bytes
 from lightning_memfit.observe.snapshot import reachable_tensors
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, Offload, PlanRequest, Precision
-from lightning_memfit.preconditions import notes_on_offload
 from lightning_memfit.predict.budget import form_budget, host_budget
 from lightning_memfit.probers import Probers
 from lightning_memfit.run_forecaster import RunForecaster, floor_forecast, forecaster_of
+from lightning_memfit.run_notes import notes_of_run
 from lightning_memfit.search.batch_arithmetic import (
     LoaderPlan,
-    last_window_is_short,
-    optimizer_steps_per_epoch,
     resolve_loader,
 )
-from lightning_memfit.search.checkpointing import is_compiled, recomputable
-from lightning_memfit.search.levers import SearchSpace, search_space
-from lightning_memfit.search.strategies import Considered, other_strategies, ways_of_a_run
 from lightning_memfit.sharding import Sharding
 from lightning_memfit.slice_guard import SliceGuard
 from lightning_memfit.units import format_bytes
@@ -57,10 +50,6 @@ from lightning_memfit.validate.splittable import has_train_mode_batch_norm
 
 SCAN_LIMITS = ScanLimits()
 """How far the batches of an epoch are looked through for the largest."""
-MANUAL_ZEROING = "manual optimization: training_step itself zeroes gradients"
-"""Why gradients are not zeroed early there."""
-SAVED_PRECISION = "that of the checkpoint: DeepSpeed opens its optimizer states in no other"
-"""Why a run that is resumed keeps its precision."""
 WorstBatch = Any
 """The largest batch of a run as the user gives it: a batch, or a function that makes it; ``None`` if not given."""
 
@@ -119,7 +108,7 @@ class Preparation:
     @property
     def num_batches(self) -> int | None:
         """Lightning batches per epoch under the plan; ``None`` if unknown."""
-        return _num_batches(self.loader, self.loader_plan)
+        return self.loader.num_batches_at(self.loader_plan.rebuilt_batch_size)
 
     def of_the_more_demanding_batch(self) -> Preparation:
         """The same for the rival, where the run as it is needs more memory for that one."""
@@ -174,13 +163,14 @@ class Preparation:
     def _plain(self) -> Candidate:
         return Candidate(
             precision=self.request.precision or "32-true",
-            split=self._whole,
+            split=self.whole,
             sharding=self.sharding,
             offload=self.offload,
         )
 
     @property
-    def _whole(self) -> BatchSplit:
+    def whole(self) -> BatchSplit:
+        """The effective batch with one slice per Lightning batch."""
         samples = self.loader_plan.loader_batch_size
         return BatchSplit(
             effective_batch_size=self.loader_plan.effective_batch_size,
@@ -212,8 +202,7 @@ class Preparation:
 
     def loaders_in_sight(self) -> AbstractContextManager[None]:
         """Within it, the Trainer tells loaders and numbers of batches as it will once it trains."""
-        batch_size = self.loader_plan.loader_batch_size if self.loader_plan.rebuilt else None
-        return loaders_in_sight(self.trainer, self.loader, batch_size)
+        return loaders_in_sight(self.trainer, self.loader, self.loader_plan.rebuilt_batch_size)
 
     def facts(self) -> RankFacts:
         """What the other ranks of the run are told."""
@@ -324,83 +313,6 @@ class Preparation:
         floor = floor_forecast(candidate, self.module, self.arrived.batch, error)
         return replace(floor, memory=floor.memory.beside(self.forecaster.callback_bytes))
 
-    def space(self, slicing_obstacle: str | None) -> SearchSpace:
-        """What may be chosen, given why the batch may not be sliced (``None``: it may).
-
-        Raises:
-            ConfigurationError: if a pinned lever cannot be had.
-        """
-        if self.sharding is not None and self.request.precision is not None:
-            self.sharding.check_precision(self.request.precision)
-        facts = self._optimizer_facts()
-        implementations, states_reason = facts.implementations, facts.quantisation_obstacle
-        if self.sharding is not None and self.sharding.engine == "deepspeed":
-            implementations = ()
-            states_reason = states_reason or "DeepSpeed makes an optimizer of its own of the user's"
-        if self.gathers:
-            fsdp2.check_steppable(facts.name, self.request.optimizer_implementation)
-            implementations = fsdp2.steppable_implementations(facts.name, implementations)
-            states_reason = states_reason or fsdp2.reason_states_not_quantised(self.sharding)
-        found = recomputable(self.module, self.request.activation_checkpointing, self.recomputed)
-        mixing_obstacle = fsdp2.reason_precision_kept(self.sharding)
-        if mixing_obstacle is None and self.trainer.gradient_clip_val and facts.unscales_by_itself:
-            mixing_obstacle = "in mixed precision Lightning refuses to clip the gradients of a fused optimizer"
-        return search_space(
-            self.request,
-            self._whole,
-            blocks=found.blocks,
-            matched=found.matched,
-            recomputed_anyway=found.anyway,
-            slicing_reason=slicing_obstacle,
-            precisions=self._precisions(mixing_obstacle),
-            precision_reason=self._precision_reason or mixing_obstacle,
-            implementations=implementations,
-            states_reason=states_reason,
-            states_left=facts.left_as_configured,
-            gradients_reason=None if self.module.automatic_optimization else MANUAL_ZEROING,
-            strategies=self._ways(found.blocks, facts.zero_obstacle),
-            host_budget_bytes=self.host_budget_bytes,
-        )
-
-    def _ways(self, blocks: tuple[str, ...], zero_obstacle: str | None) -> Considered:
-        elements = [parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad]
-        ways = ways_of_a_run(self.sharding, self.offload, elements, asked=self.request.offload)
-        if is_deepspeed(self.trainer.strategy) and frozen_on_the_device(self.trainer.strategy, self.module):
-            ways = replace(ways, spreads=tuple(each for each in ways.spreads if each.offload != "parameters"))
-        others = other_strategies(
-            self.sharding,
-            ways.spreads[-1].offload,
-            ranks=self.num_ranks,
-            device_kind=self.device.kind,
-            blocks=blocks,
-            parameter_elements=elements,
-            zero_obstacle=zero_obstacle,
-        )
-        return replace(ways, withheld=others)
-
-    def cpu_adam_obstacle(self) -> str | None:
-        """Why the optimizer cannot be exchanged for DeepSpeed's on the host, in words; ``None`` if it can."""
-        return self._optimizer_facts().cpu_adam_obstacle
-
-    def _precisions(self, mixing_obstacle: str | None) -> tuple[Precision, ...]:
-        fixed = self.saved_precision or self.engine_precision
-        if fixed is not None:
-            return (fixed,)
-        return ("32-true",) if mixing_obstacle else device_precisions(self.device)
-
-    @property
-    def _precision_reason(self) -> str | None:
-        if self.saved_precision is not None:
-            return SAVED_PRECISION
-        return None if self.engine_precision is None else "that of your DeepSpeed configuration"
-
-    def _optimizer_facts(self) -> OptimizerFacts:
-        try:
-            return self.forecaster.facts
-        except TraceError as error:
-            obstacle = f"the optimizer could not be made before training begins ({error})"
-            return OptimizerFacts(name="the optimizer", implementations=(), quantisation_obstacle=obstacle)
-
 
 def prepare(
     trainer: Any,
@@ -488,13 +400,15 @@ def prepare(
         engine_precision=_engine_precision(trainer, request),
         host_budget_bytes=_host_budget(trainer, device),
         scan_is_complete=scanned.complete,
-        notes=(
-            *_notes(trainer, loader, loader_plan),
-            *notes_on_offload(trainer, request),
-            *_not_arrived(arrived),
-            *_rough_rates(rates),
-            *_compiled(module),
-            *_on_gpu(device),
+        notes=notes_of_run(
+            trainer,
+            module,
+            request,
+            loader=loader,
+            loader_plan=loader_plan,
+            arrived=arrived,
+            device=device,
+            rates=rates,
         ),
     )
 
@@ -548,7 +462,7 @@ def _planned_batch(
         if not loader_plan.rebuilt:
             _check_at_least(given.batch, first)
         return given
-    scanned = loader.scan(SCAN_LIMITS, batch_size=loader_plan.loader_batch_size if loader_plan.rebuilt else None)
+    scanned = loader.scan(SCAN_LIMITS, batch_size=loader_plan.rebuilt_batch_size)
     if request.max_length is None:
         return scanned
     return at_max_length(scanned, request.max_length)
@@ -562,44 +476,6 @@ def _check_at_least(worst: Any, first: Any) -> None:
             f"{format_bytes(seen)}: {shapes_in_words(worst)} against {shapes_in_words(first)}. Give the largest that "
             "may occur, or leave worst_batch= out, and MemFit looks for it."
         )
-
-
-def _not_arrived(arrived: ArrivedBatch) -> tuple[str, ...]:
-    if arrived.failure is None:
-        return ()
-    return (
-        f"the transfer hooks cannot run before training begins ({arrived.failure}): the forecast is that of the batch "
-        "as the loader gives it, and the warm-up will tell",
-    )
-
-
-def _on_gpu(device: DeviceSpec) -> tuple[str, ...]:
-    if device.kind == "cpu":
-        return ()
-    return (
-        "forecast and warm-up on a GPU were built without one and have not been checked on one: the warm-up runs under "
-        "the budget as torch's own limit, and training runs without it",
-    )
-
-
-def _rough_rates(rates: DeviceRates | None) -> tuple[str, ...]:
-    if rates is None or rates.noise <= MOST_NOISE:
-        return ()
-    return (
-        f"the device's rates were measured while other processes held it up (disturbance {rates.noise:.0%}): predicted "
-        "seconds are rough, and so is what was chosen by them",
-    )
-
-
-def _compiled(module: Any) -> tuple[str, ...]:
-    names = [name or type(module).__name__ for name, part in module.named_modules() if is_compiled(part)]
-    if not names:
-        return ()
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"compiled by torch.compile: {shown}. The forecast is that of the same code uncompiled, and the warm-up "
-        "measures the compiled one; compiled modules are not recomputed",
-    )
 
 
 def _resident_batches(loader: TrainLoader, scanned: ScannedBatch) -> int:
@@ -622,29 +498,3 @@ def _samples_seen(batch: Any, functions: BatchFunctions, request: PlanRequest) -
         if request.effective_batch_size is not None or not parts:
             raise
         return max(1, int(parts[0].shape[0]))
-
-
-def _num_batches(loader: TrainLoader, loader_plan: LoaderPlan) -> int | None:
-    return loader.num_batches_at(loader_plan.loader_batch_size if loader_plan.rebuilt else None)
-
-
-def _notes(trainer: Any, loader: TrainLoader, loader_plan: LoaderPlan) -> tuple[str, ...]:
-    notes = [loader_plan.reason] if loader_plan.rebuilt else []
-    batches, accumulate = _num_batches(loader, loader_plan), loader_plan.accumulate_grad_batches
-    before = optimizer_steps_per_epoch(loader.num_batches, trainer.accumulate_grad_batches)
-    after = optimizer_steps_per_epoch(batches, accumulate)
-    if before != after:
-        notes.append(f"optimizer steps per epoch: {after} instead of {before}; learning rates are not changed")
-    if batches is None:
-        notes.append(
-            "the train loader has no length: optimizer steps per epoch are not known, and Lightning fetches one batch "
-            "ahead, so that two are counted as inputs"
-        )
-    if last_window_is_short(batches, accumulate):
-        notes.append(
-            "the last optimizer step of an epoch has fewer batches: it takes the exact mean over its own samples, "
-            "where Lightning alone would scale it down"
-        )
-    if accumulate > 1:
-        notes.append("accumulated batches are weighed by their samples; Lightning alone weighs them equally")
-    return tuple(notes)

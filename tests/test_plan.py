@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ SHARDING = Sharding(
     persistence_threshold_elements=104,
     overlap_communication=True,
 )
+SHARDED_BY_FSDP2_OR_DDP = (
+    "gradient_as_bucket_view",
+    "shard_groups",
+    "reshard_after_forward",
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+)
+"""What a `Sharding` of DeepSpeed, that of the example, does not have."""
 CANDIDATE = Candidate(
     precision="bf16-mixed",
     activation_checkpointing="blocks",
@@ -165,9 +175,7 @@ def test_the_example_plan_gives_every_field_a_value_of_its_own() -> None:
     # Otherwise a field lost on the way would come back as its default, and the round trip would not notice.
     # Settings of other engines than the example's must be left out.
     assert fields_left_at_their_default(PLAN) == [
-        "Sharding.gradient_as_bucket_view",
-        "Sharding.shard_groups",
-        "Sharding.reshard_after_forward",
+        *(f"Sharding.{name}" for name in SHARDED_BY_FSDP2_OR_DDP),
         "Plan.schema_version",
     ]
 
@@ -175,6 +183,25 @@ def test_the_example_plan_gives_every_field_a_value_of_its_own() -> None:
 def test_a_plan_survives_a_file(tmp_path: Path) -> None:
     path = PLAN.save(tmp_path / "made" / "on the way" / "plan.yaml")
     assert Plan.load(path) == PLAN
+
+
+def test_settings_of_every_engine_survive_a_file(tmp_path: Path) -> None:
+    by_ddp = Sharding(engine="ddp", ranks=2, gradient_as_bucket_view=True)
+    by_fsdp2 = Sharding(
+        engine="fsdp2",
+        ranks=2,
+        shard_groups=("", "blocks.0"),
+        reshard_after_forward=False,
+        param_dtype="bfloat16",
+        reduce_dtype="float32",
+        output_dtype="float32",
+    )
+    left = set(fields_left_at_their_default(by_ddp)) & set(fields_left_at_their_default(by_fsdp2))
+    assert not left & {f"Sharding.{name}" for name in SHARDED_BY_FSDP2_OR_DDP}
+    for sharding in (by_ddp, by_fsdp2):
+        candidate = replace(CANDIDATE, sharding=sharding)
+        plan = replace(PLAN, forecast=replace(PLAN.forecast, candidate=candidate))
+        assert Plan.load(plan.save(tmp_path / f"{sharding.engine}.yaml")) == plan
 
 
 def test_a_plan_of_defaults_survives_a_file(tmp_path: Path) -> None:

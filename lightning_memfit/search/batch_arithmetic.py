@@ -26,6 +26,11 @@ class LoaderPlan:
     reason: str
     """Why, in words."""
 
+    @property
+    def rebuilt_batch_size(self) -> int | None:
+        """Batch size with which the loader is rebuilt; ``None`` if it stays as it is."""
+        return self.loader_batch_size if self.rebuilt else None
+
 
 def resolve_loader(
     *,
