@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.markup import escape
 
+from lightning_memfit.apply.checkpoint_layouts import explain_folder
 from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.optimizer_checkpoints import adapt_optimizer_states, without_linked_momentum
 from lightning_memfit.apply.precision import DelegatingPrecision, make_delegate
@@ -270,6 +271,7 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def teardown(self) -> None:
         """Take everything back at the end of a fit, also of one that failed."""
         try:
+            explain_folder(sys.exc_info()[1])
             self._end()
         finally:
             self._trainer = None

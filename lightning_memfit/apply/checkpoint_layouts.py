@@ -10,7 +10,8 @@ Adapter for the names of files in checkpoints, and for what the engines do with 
   ``ds_config`` in the former (``_get_ckpt_name``, ``_get_zero_ckpt_prefix``, ``_load_zero_checkpoint`` of
   ``runtime/engine.py``).
 
-Looked at are only checkpoints that the strategy restores after its set-up: others are loaded before MemFit is asked.
+Looked at before planning are only checkpoints that the strategy restores after its set-up. Others are loaded before
+MemFit is asked anything: of a folder, on which Lightning then fails, is told what it is (:func:`explain_folder`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 from lightning_memfit.apply.deepspeed_config import is_deepspeed
 from lightning_memfit.apply.optimizer_formats import QUANTISED
-from lightning_memfit.apply.resumed import path_to_restore
+from lightning_memfit.apply.resumed import path_to_restore, run_that_failed
 from lightning_memfit.errors import CheckpointFormatError
 from lightning_memfit.plan import Precision
 from lightning_memfit.plan_reuse import CHECKPOINT_KEY
@@ -83,7 +84,9 @@ class ResumingRun:
     ranks: int
     """Its devices."""
     zero_stage: int | None = None
-    """Of DeepSpeed; ``None`` under ModelParallelStrategy."""
+    """Of DeepSpeed; ``None`` under others."""
+    reads_one_file: str | None = None
+    """Name of a strategy that reads nothing but one file; ``None`` under DeepSpeed and ModelParallelStrategy."""
     loads_full_weights: bool = False
     """Whether DeepSpeed is told to read the weights of one file, and nothing else."""
     loads_universal: bool = False
@@ -94,9 +97,10 @@ class ResumingRun:
     @property
     def words(self) -> str:
         """What it is, for messages."""
-        stage = self.zero_stage
-        strategy = "ModelParallelStrategy (FSDP2)" if stage is None else f"DeepSpeedStrategy(stage={stage})"
-        return f"{strategy} on {self.ranks} device(s)"
+        engine = "ModelParallelStrategy (FSDP2)"
+        if self.zero_stage is not None:
+            engine = f"DeepSpeedStrategy(stage={self.zero_stage})"
+        return f"{self.reads_one_file or engine} on {self.ranks} device(s)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,29 @@ def checkpoint_to_restore(trainer: Any, precision: Precision | None) -> ToRestor
     layout, run = layout_of(path), _run_of(trainer, precision)
     check_layout(layout, run)
     return ToRestore(carried=layout.carried, precision=precision_to_keep(layout, run))
+
+
+def explain_folder(error: BaseException | None) -> None:
+    """Add to the error of a run that could not open its checkpoint what is there, if that is a folder.
+
+    Args:
+        error: the one that ended the run; ``None`` if none did.
+    """
+    failed = run_that_failed(error) if isinstance(error, OSError) else None
+    if error is None or failed is None or not Path(failed[1]).is_dir():
+        return
+    trainer, path = failed
+    if trainer.strategy.restore_checkpoint_after_setup:  # looked at before planning
+        return
+    run = ResumingRun(
+        namespace=namespace_of(trainer), ranks=trainer.world_size, reads_one_file=type(trainer.strategy).__name__
+    )
+    try:
+        check_layout(layout_of(path), run)
+    except CheckpointFormatError as refused:
+        error.add_note(f"MemFit: {refused}")
+    except OSError:  # the folder cannot be read, which is what the error itself is about
+        return
 
 
 def layout_of(path: str) -> CheckpointLayout:
@@ -254,6 +281,8 @@ def _remedy(layout: CheckpointLayout, run: ResumingRun) -> str | None:
     """What can be done where a run cannot go on from a checkpoint; ``None`` if it can."""
     if layout.kind in ("missing", "folder"):
         return _hint_of_a_parent(layout) or "Give ckpt_path= a checkpoint that Trainer.save_checkpoint wrote."
+    if run.reads_one_file is not None:
+        return None if layout.kind == "file" else _other_strategy(layout, run)
     if run.zero_stage is None:
         return _other_strategy(layout, run) if layout.kind == "deepspeed" else _lost_by_fsdp2(layout)
     if run.loads_full_weights:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_memfit import MemFit
 from lightning_memfit.apply.checkpoint_layouts import (
     CheckpointLayout,
     ResumingRun,
     check_layout,
+    explain_folder,
     layout_of,
     precision_to_keep,
 )
@@ -248,6 +250,21 @@ def test_a_precision_is_kept_where_deepspeed_would_open_no_other(
 # The path, which Lightning has not set yet
 
 
+def line_of(pl: Any) -> Any:
+    class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Line()
+
+
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
 @pytest.mark.parametrize("restored_late", [True, False])
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -268,17 +285,6 @@ def test_the_path_is_known_in_set_up_where_the_checkpoint_is_restored_after_it(
             found.append(path_to_restore(module.trainer))
             return module
 
-    class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     def trainer(epochs: int) -> Any:
         return pl.Trainer(
             strategy=Restores(device=torch.device("cpu")), plugins=[Asks()], max_epochs=epochs, logger=False,
@@ -288,10 +294,67 @@ def test_the_path_is_known_in_set_up_where_the_checkpoint_is_restored_after_it(
 
     loader = DataLoader(torch.ones(4, 2), batch_size=2)
     first, path = trainer(1), tmp_path / "last.ckpt"
-    first.fit(Line(), loader)
+    first.fit(line_of(pl), loader)
     first.save_checkpoint(path)
-    trainer(2).fit(Line(), loader, ckpt_path=path)
+    trainer(2).fit(line_of(pl), loader, ckpt_path=path)
     assert found == ([None, str(path)] if restored_late else [None, None])
+
+
+# A folder where one file is read: Lightning fails before MemFit is asked
+
+
+def fit_from(path: Path, namespace: str, **settings: Any) -> None:
+    pl = importlib.import_module(namespace)
+
+    trainer = pl.Trainer(
+        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
+        enable_model_summary=False, default_root_dir=path.parent, plugins=[MemFit(verbose=False)], **settings,
+    )  # fmt: skip
+    trainer.fit(line_of(pl), DataLoader(torch.ones(4, 2), batch_size=2), ckpt_path=path)
+
+
+def sharded_folder(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save({"epoch": 0}, folder / "meta.pt")
+    for rank in range(2):
+        (folder / f"__{rank}_0.distcp").touch()
+    return folder
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_folder_of_fsdp2_on_one_device_is_told_what_it_is(namespace: str, tmp_path: Path) -> None:
+    folder = sharded_folder(tmp_path / "last.ckpt")
+    with pytest.raises(IsADirectoryError) as caught:
+        fit_from(folder, namespace)
+    fabric = {"lightning.pytorch": "lightning.fabric"}.get(namespace, "lightning_fabric")
+    assert caught.value.__notes__ == [
+        f"MemFit: The checkpoint {str(folder)!r} is a folder of ModelParallelStrategy (FSDP2) with the parts of 2 "
+        "rank(s), and this run, SingleDeviceStrategy on 1 device(s), cannot go on from it. Resume under "
+        "ModelParallelStrategy, on any number of devices. Weights alone go on everywhere: 'python -m "
+        f"{fabric}.utilities.consolidate_checkpoint {folder}' writes them to a file for load_from_checkpoint. "
+        "Nothing was planned or trained."
+    ]
+
+
+def test_a_folder_of_deepspeed_on_one_device_is_told_what_it_is(tmp_path: Path) -> None:
+    folder = deepspeed_folder(tmp_path / "last.ckpt", stage=2)
+    with pytest.raises(IsADirectoryError) as caught:
+        fit_from(folder, "lightning.pytorch")
+    (note,) = caught.value.__notes__
+    assert (
+        f"{str(folder)!r} is a folder of DeepSpeed, stage 2, with the parts of 2 rank(s), and this run, Single" in note
+    )
+    assert "Resume under DeepSpeedStrategy(stage=2) on 2 device(s). Weights alone go on everywhere: lightning" in note
+
+
+def test_other_errors_of_loading_are_left_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        fit_from(tmp_path / "gone.ckpt", "lightning.pytorch")
+    assert not hasattr(missing.value, "__notes__")
+    explain_folder(None)
+    own = IsADirectoryError("of a run that resumes nothing")
+    explain_folder(own)
+    assert not hasattr(own, "__notes__")
 
 
 def test_outside_of_a_run_the_path_is_not_guessed() -> None:

@@ -120,12 +120,17 @@ REFUSED_ON_TWO = {
     "zero 2 to fsdp2": Move(saved="zero 2", layout=FSDP2),
     "fsdp2 to zero 2": Move(saved="fsdp2", layout=ZERO_2),
     "ddp to zero 2": Move(saved="ddp", layout=ZERO_2),
+    "fsdp2 to ddp": Move(saved="fsdp2", layout=DDP),
+    "zero 2 to ddp": Move(saved="zero 2", layout=DDP),
     "zero 3 as full weights": Move(saved="zero 3", layout=ZERO_3_FULL_WEIGHTS),
     "from 32 bits to bfloat16": Move(saved="zero 2", layout=ZERO_2, precision="bf16-mixed"),
     "from bfloat16 to 32 bits": Move(saved=IN_BFLOAT16, layout=ZERO_2),
     "nothing there": Move(saved="gone", layout=FSDP2),
 }
-REFUSED_ON_ONE = {"zero 2, 2 to 1": Move(saved="zero 2", layout=ZERO_2)}
+REFUSED_ON_ONE = {
+    "zero 2, 2 to 1": Move(saved="zero 2", layout=ZERO_2),
+    "fsdp2 to one device": Move(saved="fsdp2", layout=SINGLE),
+}
 
 
 class Watched(Net):
@@ -206,13 +211,15 @@ def _moved(moves: dict[str, Move], rank: int, ranks: int) -> dict[str, Ran]:
 
 
 def _refused(moves: dict[str, Move], rank: int, ranks: int) -> dict[str, str]:
-    """What the errors say; another end than MemFit's error is one of the program."""
+    """What the errors say, Lightning's on a folder in the note on it; another end is one of the program."""
     said = {}
     for name, each in moves.items():
         try:
             _fit(each.layout, rank, ranks=ranks, move=each)
         except CheckpointFormatError as error:
             said[name] = str(error)
+        except IsADirectoryError as error:
+            (said[name],) = error.__notes__
     return said
 
 
