@@ -1,11 +1,13 @@
 """What the processes of one run tell each other beside training: one plan, one verdict, one error, and no deadlock.
 
 Adapter for ``torch.distributed``: a group of its own over gloo, so that nothing mixes with the engine's collectives;
-``torch.distributed.distributed_c10d._get_default_store`` for the note that a failing rank leaves.
+``torch.distributed.distributed_c10d._get_default_store`` for the note that a failing rank leaves, and for the places
+at which ranks failed.
 
 Every exchange carries a value or an error. Work that may fail on one rank alone is run in :meth:`Ranks.each`, which
 ends on all ranks alike. Where the engine's own collectives run, a rank that fails cannot tell the others through them:
-it leaves a note (:meth:`Ranks.failing`), and its end breaks the connections on which the others wait.
+it leaves a note (:meth:`Ranks.failing`), and its end breaks the connections on which the others wait. It goes on after
+an error only where all of them had it at the same place (:meth:`Ranks.alike`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 """How long a rank waits for the others where the strategy says nothing; torch's own default for gloo and NCCL."""
+ALIKE_WITHIN = datetime.timedelta(seconds=30)
+"""How long a rank that failed waits for the others to fail at the same place; at most half the strategy's time-out.
+They took part in the same collectives before: only what one rank computes between two of them lies between them."""
 _BROKEN = ("gloo/transport", "gloo::", "nccl error", "connection closed by peer", "connection reset by peer")
 _groups = itertools.count()  # every rank forms them in the same order, so that their numbers agree
 
@@ -82,6 +87,9 @@ class Ranks(Protocol):
 
     def failing(self, doing: str) -> Any:
         """Within it the engine's collectives run: an error of one rank is told to those that wait for it."""
+
+    def alike(self, error: Exception, place: str, *, doing: str) -> None:
+        """Return if every rank failed at the same place, so that all may go on; else raise the error."""
 
     def knows(self, error: BaseException) -> bool:
         """Whether the other ranks have been told of an error."""
@@ -165,6 +173,9 @@ class OneRank:
         """As ever."""
         yield
 
+    def alike(self, error: Exception, place: str, *, doing: str) -> None:
+        """All one of them."""
+
     def knows(self, error: BaseException) -> bool:
         """There is nobody to be told."""
         return True
@@ -207,7 +218,10 @@ class SeveralRanks:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self._timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._note_name = f"memfit/failed/{next(_groups)}"
+        number = next(_groups)
+        self._note_name = f"memfit/failed/{number}"
+        self._places = (f"memfit/place/{number}/{error}" for error in itertools.count())
+        self._unlike: Exception | None = None
         self._together: Together = _NOTHING
         self._is_alone = False
         self._known: list[BaseException] = []
@@ -379,6 +393,33 @@ class SeveralRanks:
             self._known.append(error)
             raise
 
+    def alike(self, error: Exception, place: str, *, doing: str) -> None:
+        """Return if every rank failed at the same place, so that all may go on; else raise the error.
+
+        A rank that failed alone cannot go on: the others wait in a collective that it has left, and come to no meeting.
+        So it says where it failed, and waits for them to do so for :data:`ALIKE_WITHIN`.
+
+        Args:
+            error: what was caught within :meth:`failing`, by which the others are told where it is raised again.
+            place: where, in words: equal on ranks that took part in the same collectives before, and on no others.
+            doing: what was being done, for the message.
+
+        Raises:
+            Exception: ``error``, with a note that names this rank; without one where another rank broke a collective.
+        """
+        if self._is_alone:
+            return
+        if error is self._unlike or is_broken_collective(error):
+            raise error
+        if self._all_failed_at(place):
+            return
+        self._unlike = error
+        error.add_note(
+            f"Rank {self.index} of {self.count} failed so while {doing}, and not all others did at the same place. "
+            "They wait for it in an exchange of the engine, so that the run ends."
+        )
+        raise error
+
     def knows(self, error: BaseException) -> bool:
         """Whether the other ranks have been told of an error, or cannot be told any more."""
         return any(error is known for known in self._known)
@@ -387,6 +428,7 @@ class SeveralRanks:
         """Let go of the group. Calling it twice is harmless."""
         group, self._group = self._group, None
         self._known.clear()
+        self._unlike = None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -425,6 +467,17 @@ class SeveralRanks:
             )
             self._known.append(failed)
             raise failed from error
+
+    def _all_failed_at(self, place: str) -> bool:
+        prefix = next(self._places)
+        names = [f"{prefix}/{rank}" for rank in range(self.count)]
+        try:
+            store = _store()
+            store.set(names[self.index], place)
+            store.wait(names, min(ALIKE_WITHIN, self._timeout / 2))
+            return all(store.get(name).decode() == place for name in names)
+        except RuntimeError:  # one of them is not there in time, or the store ended with rank 0
+            return False
 
     def _leave_note(self, words: str) -> None:
         try:

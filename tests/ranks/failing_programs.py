@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit import MemFit, planning, preparation
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.units import GIB
-from tests.ranks.trainer_programs import Case, Net, data_of, net_of, plugin_of
+from tests.ranks.trainer_programs import Case, Net, data_of, net_of, plugin_of, weights_of
 
 SECONDS = 20
 """How long ranks wait for each other."""
@@ -156,6 +156,75 @@ def _fit_and_validate(case: Case, strategy: Any, rank: int, *, at: str, validati
             enable_model_summary=False,
             default_root_dir=folder,
         ).fit(net, loader, loader if validation is None else validation)
+
+
+class FailingToCompare(Net):
+    """Runs out of memory, or raises, in the midst of a step in which slices are compared."""
+
+    def __init__(self, case: Case, *, error: Exception | None) -> None:
+        super().__init__(case)
+        wide = [torch.nn.Sequential(torch.nn.Linear(64, 64), *(torch.nn.Tanh() for _ in range(3))) for _ in range(6)]
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 64), *wide])
+        self.head = torch.nn.Linear(64, 5)
+        self.error = error
+
+    def setup(self, stage: str) -> None:
+        self.blocks[3][0].register_forward_hook(self.fail)
+
+    def fail(self, block: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        if self.error is not None and self.trainer.optimizers == [] and type(output) is torch.Tensor:  # and no fake
+            raise self.error
+
+
+def comparing(rank: int, errors: dict[int, Exception]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Plan and weights of a fit under FSDP2 whose undivided batch fits with most blocks recomputed alone.
+
+    Slices are nearly as fast, so that they are compared, and the comparison raises the error of a rank.
+    """
+    case = Case(engine="fsdp2", loader_batch_size=512, samples=2048)
+    torch.manual_seed(0)
+    net = FailingToCompare(case, error=errors.get(rank))
+    plugin = MemFit(
+        budget="1.7MiB",
+        precision="32-true",
+        optimizer_implementation="as-configured",
+        cache_dir=None,
+        verbose=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=_fsdp2(),
+            max_epochs=1,
+            plugins=[plugin],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size))
+        return plugin.plan, weights_of(net)
+
+
+def out_of_memory_comparing_on_one_rank(rank: int) -> None:
+    """Rank 1 runs out of memory while slices are compared, and rank 0 waits for its parameters."""
+    comparing(rank, {1: out_of_memory()})
+
+
+def failing_to_compare_on_all_ranks(rank: int) -> list[Any]:
+    """No rank fails; all run out of memory, or raise, at the same place of the comparison."""
+    errors: list[dict[int, Exception]] = [
+        {},
+        {0: out_of_memory(), 1: out_of_memory()},
+        {0: KeyError("not yet"), 1: KeyError("not yet")},
+    ]
+    return [comparing(rank, each) for each in errors]
+
+
+def out_of_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def run_all(rank: int) -> dict[str, str]:

@@ -7,11 +7,15 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from lightning_memfit.plan import Plan
 from tests.ranks.conftest import Once
 from tests.ranks.failing_programs import (
     SECONDS,
     failing_in_a_slice,
+    failing_to_compare_on_all_ranks,
+    out_of_memory_comparing_on_one_rank,
     out_of_memory_evaluating,
     out_of_memory_under_zero,
     run_all,
@@ -126,10 +130,35 @@ def test_a_rank_that_runs_out_of_memory_while_others_wait_in_the_step_ends_them_
     assert "OutOfMemoryError: CUDA out of memory" in last_error(waiting)
 
 
+def test_a_rank_that_runs_out_of_memory_alone_where_slices_are_compared_ends_the_others_that_wait_for_it() -> None:
+    """It would go on without slices, and the others wait for its parameters until the strategy's time-out."""
+    waiting, failed = run_on_ranks(out_of_memory_comparing_on_one_rank, seconds=START_SECONDS + 2 * SECONDS)
+    assert [waiting.code, failed.code] == [1, 1]
+    assert "OutOfMemoryError: CUDA out of memory" in last_error(failed)
+    assert "Rank 1 of 2 failed so while comparing slices with the undivided batch, and not all others" in failed.output
+    why = "rank 1 failed while comparing slices with the undivided batch: OutOfMemoryError: CUDA out of memory"
+    assert f"RankFailedError: {why}" in last_error(waiting)
+
+
+def test_ranks_that_all_fail_to_compare_slices_go_on_without_them() -> None:
+    for compared, out_of_memory, raised in results(run_on_ranks(failing_to_compare_on_all_ranks)):
+        assert "not sliced: the comparison" not in _why_not_sliced(compared[0])
+        for (plan, weights), words in ((out_of_memory, "ran out of memory"), (raised, "raised KeyError: 'not yet'")):
+            assert plan.split.num_slices == 1 and plan.candidate.checkpointed_modules
+            assert _why_not_sliced(plan).startswith("not sliced: the comparison of") and words in _why_not_sliced(plan)
+            for name, weight in compared[1].items():
+                torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
+
+
 def test_evaluations_of_other_lengths_that_gather_parameters_are_refused_before_a_rank_waits() -> None:
     for rank in run_on_ranks(validating_longer_on_one_rank, seconds=START_SECONDS + 2 * SECONDS):
         assert rank.code == 1
         assert "RanksDisagreeError: Validation loaders of 8 batches on rank 0 and of 10 on rank 1" in last_error(rank)
+
+
+def _why_not_sliced(plan: Plan) -> str:
+    (choice,) = (choice for choice in plan.choices if choice.lever == "micro_batch_size")
+    return choice.reason
 
 
 def last_error(rank: Ended) -> str:
