@@ -218,9 +218,8 @@ class SeveralRanks:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self._timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        number = next(_groups)
-        self._note_name = f"memfit/failed/{number}"
-        self._places = (f"memfit/place/{number}/{error}" for error in itertools.count())
+        self._number = next(_groups)
+        self._caught = self._got_over = 0
         self._unlike: Exception | None = None
         self._together: Together = _NOTHING
         self._is_alone = False
@@ -397,10 +396,12 @@ class SeveralRanks:
         """Return if every rank failed at the same place, so that all may go on; else raise the error.
 
         A rank that failed alone cannot go on: the others wait in a collective that it has left, and come to no meeting.
-        So it says where it failed, and waits for them to do so for :data:`ALIKE_WITHIN`.
+        So it says where it failed, and waits for them to do so for :data:`ALIKE_WITHIN`. What was told of an error that
+        all got over is no longer told of the next.
 
         Args:
-            error: what was caught within :meth:`failing`, by which the others are told where it is raised again.
+            error: what was caught, within :meth:`failing`, by which the others are told where it is raised again, or
+                behind it.
             place: where, in words: equal on ranks that took part in the same collectives before, and on no others.
             doing: what was being done, for the message.
 
@@ -412,6 +413,8 @@ class SeveralRanks:
         if error is self._unlike or is_broken_collective(error):
             raise error
         if self._all_failed_at(place):
+            self._got_over += 1
+            self._known = [known for known in self._known if known is not error]
             return
         self._unlike = error
         error.add_note(
@@ -469,8 +472,8 @@ class SeveralRanks:
             raise failed from error
 
     def _all_failed_at(self, place: str) -> bool:
-        prefix = next(self._places)
-        names = [f"{prefix}/{rank}" for rank in range(self.count)]
+        self._caught += 1
+        names = [f"memfit/place/{self._number}/{self._caught}/{rank}" for rank in range(self.count)]
         try:
             store = _store()
             store.set(names[self.index], place)
@@ -478,6 +481,11 @@ class SeveralRanks:
             return all(store.get(name).decode() == place for name in names)
         except RuntimeError:  # one of them is not there in time, or the store ended with rank 0
             return False
+
+    @property
+    def _note_name(self) -> str:
+        """Another behind each error that all ranks got over: its note stays, and nobody reads it any more."""
+        return f"memfit/failed/{self._number}/{self._got_over}"
 
     def _leave_note(self, words: str) -> None:
         try:

@@ -10,10 +10,12 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_memfit import MemFit, planning, preparation
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.ranks import SeveralRanks
 from lightning_memfit.units import GIB
 from tests.ranks.trainer_programs import Case, Net, data_of, net_of, plugin_of, weights_of
 
@@ -225,6 +227,102 @@ def failing_to_compare_on_all_ranks(rank: int) -> list[Any]:
 
 def out_of_memory() -> Exception:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def going_on(rank: int) -> dict[str, Any]:
+    """What ranks learn of an error that all had, of one at different places, and of the next one, which is rank 1's."""
+    timeout = datetime.timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", timeout=timeout)
+    ranks, found = SeveralRanks(timeout=timeout), {}
+    try:
+        with ranks.failing("recomputing"):
+            raise KeyError("of all ranks")
+    except KeyError as error:
+        ranks.alike(error, "block 3", doing="recomputing")
+        found["is still told"] = ranks.knows(error)
+    unlike = KeyError("elsewhere")
+    for number in (1, 2):  # a second handler sees it too, and has nothing to ask
+        try:
+            ranks.alike(unlike, f"block {rank}", doing="recomputing")
+        except KeyError as error:
+            found[f"ends {number}"] = (str(error), error.__notes__)
+    with ranks.alone():
+        ranks.alike(unlike, "nobody waits", doing="recomputing")
+    try:
+        with ranks.failing("stepping"):
+            if rank == 1:
+                raise ValueError("another")
+            dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        found["next"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+class Uncountable(torch.nn.Module):
+    """Saves other tensors each second time, if it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = False
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        return x.tanh() if self.calls % 2 == 0 else x.sin().square()
+
+
+class UnrecomputableNet(FailingNet):
+    """Its blocks cannot be recomputed, on some ranks; in training rank 1 fails."""
+
+    def __init__(self, case: Case, *, rank: int, counts: bool) -> None:
+        super().__init__(case, at="in training", rank=rank)
+        self.counts = counts
+        for block in self.blocks:
+            block[1] = Uncountable()
+
+    def on_train_start(self) -> None:  # slices were compared before
+        for block in self.blocks:
+            block[1].counts = self.counts
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.is_training and self.rank == 1:
+            raise ValueError("no such sample")
+        return self.loss(batch)
+
+
+def failing_behind_an_error_of_all_ranks(rank: int) -> None:
+    """A given plan recomputes what cannot be recomputed, and another one stands; then rank 1 fails in training."""
+    _recompute_in_vain(rank, counts=True)
+
+
+def unrecomputable_on_one_rank(rank: int) -> None:
+    """Rank 1 alone finds that blocks cannot be recomputed, in a backward of all ranks."""
+    _recompute_in_vain(rank, counts=rank == 1)
+
+
+def _recompute_in_vain(rank: int, *, counts: bool) -> None:
+    case = Case(engine="fsdp2", micro_batch_size=3, settings={"activation_checkpointing": "blocks"})
+    plan = None
+    for net in (UnrecomputableNet(case, rank=0, counts=False), UnrecomputableNet(case, rank=rank, counts=counts)):
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {} if plan is None else {"plan": plan, "activation_checkpointing": "auto"}
+            plugin = plugin_of(case, folder, **settings)
+            trainer = lightning.Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=_fsdp2(),
+                max_epochs=1,
+                plugins=[plugin],
+                callbacks=[Training()],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=folder,
+            )
+            torch.manual_seed(0)
+            trainer.fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size))
+            plan = plugin.plan
 
 
 def run_all(rank: int) -> dict[str, str]:

@@ -13,12 +13,15 @@ from lightning_memfit.plan import Plan
 from tests.ranks.conftest import Once
 from tests.ranks.failing_programs import (
     SECONDS,
+    failing_behind_an_error_of_all_ranks,
     failing_in_a_slice,
     failing_to_compare_on_all_ranks,
+    going_on,
     out_of_memory_comparing_on_one_rank,
     out_of_memory_evaluating,
     out_of_memory_under_zero,
     run_all,
+    unrecomputable_on_one_rank,
     validating_longer_on_one_rank,
 )
 from tests.ranks.launch import Ended, results, run_on_ranks
@@ -148,6 +151,36 @@ def test_ranks_that_all_fail_to_compare_slices_go_on_without_them() -> None:
             assert _why_not_sliced(plan).startswith("not sliced: the comparison of") and words in _why_not_sliced(plan)
             for name, weight in compared[1].items():
                 torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
+
+
+def test_an_error_that_all_ranks_got_over_is_not_told_of_the_next() -> None:
+    for rank, found in enumerate(results(run_on_ranks(going_on, seconds=START_SECONDS + 2 * SECONDS))):
+        assert not found["is still told"]
+        words, (note,) = found["ends 1"]
+        assert words == "'elsewhere'" and found["ends 2"] == found["ends 1"]
+        assert note.startswith(
+            f"Rank {rank} of 2 failed so while recomputing, and not all others did at the same place."
+        )
+        told = (
+            "ValueError: another" if rank == 1 else "RankFailedError: rank 1 failed while stepping: ValueError: another"
+        )
+        assert found["next"] == told
+
+
+def test_a_rank_that_fails_behind_an_error_of_all_ranks_is_told_with_its_own_words() -> None:
+    waiting, failed = run_on_ranks(failing_behind_an_error_of_all_ranks, seconds=START_SECONDS + 3 * SECONDS)
+    assert [waiting.code, failed.code] == [1, 1]
+    assert last_error(failed).endswith("ValueError: no such sample")
+    why = "rank 1 failed while running a training step: ValueError: no such sample"
+    assert f"RankFailedError: {why}" in last_error(waiting)
+
+
+def test_a_rank_that_cannot_recompute_alone_ends_the_others_that_wait_for_it() -> None:
+    waiting, failed = run_on_ranks(unrecomputable_on_one_rank, seconds=START_SECONDS + 3 * SECONDS)
+    assert [waiting.code, failed.code] == [1, 1]
+    assert "Rank 1 of 2 failed so while running the memory warm-up, and not all others" in failed.output
+    assert "RankFailedError: rank 1 failed while running" in last_error(waiting)
+    assert "CheckpointError: torch.utils.checkpoint: " in last_error(waiting)
 
 
 def test_evaluations_of_other_lengths_that_gather_parameters_are_refused_before_a_rank_waits() -> None:
