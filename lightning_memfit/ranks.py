@@ -4,15 +4,19 @@ Adapter for ``torch.distributed``: a group of its own over gloo, so that nothing
 ``torch.distributed.distributed_c10d._get_default_store`` for the note that a failing rank leaves, and for the places
 at which ranks failed.
 
-Every exchange carries a value or an error. Work that may fail on one rank alone is run in :meth:`Ranks.each`, which
-ends on all ranks alike. Where the engine's own collectives run, a rank that fails cannot tell the others through them:
-it leaves a note (:meth:`Ranks.failing`), and its end breaks the connections on which the others wait. It goes on after
-an error only where all of them had it at the same place (:meth:`Ranks.alike`).
+Every exchange carries a value or an error, pickled, with every tensor on the host: one on an accelerator would be
+unpickled on the device of the rank that sends it. Work that may fail on one rank alone is run in :meth:`Ranks.each`,
+which ends on all ranks alike.
+
+Where the engine's own collectives run, a rank that fails cannot tell the others through them: it leaves a note
+(:meth:`Ranks.failing`), and its end breaks the connections on which the others wait. It goes on after an error only
+where all of them had it at the same place (:meth:`Ranks.alike`).
 """
 
 from __future__ import annotations
 
 import datetime
+import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -331,7 +335,7 @@ class SeveralRanks:
         return shared
 
     def from_rank(self, rank: int, value: T) -> T:
-        """The value that one of them has; the others' is not looked at."""
+        """The value that one of them has, its tensors on the host; the others' is not looked at."""
         shared: T = self._broadcast(value, f"waiting for rank {rank}", source=rank)
         return shared
 
@@ -438,8 +442,8 @@ class SeveralRanks:
     def _gather(self, value: Any, doing: str) -> list[Any]:
         outcomes: list[Any] = [None] * self.count
         with self._named(doing):
-            dist.all_gather_object(outcomes, value, group=self._group)
-        return outcomes
+            dist.all_gather_object(outcomes, _packed(value), group=self._group)
+        return [pickle.loads(outcome) for outcome in outcomes]
 
     def _told(self, value: Any, together: Together, doing: str) -> Any:
         while isinstance(told := self._broadcast(value, doing), _Call):
@@ -447,10 +451,10 @@ class SeveralRanks:
         return told
 
     def _broadcast(self, value: Any, doing: str, *, source: int = 0) -> Any:
-        box = [value]
+        box = [_packed(value) if self.index == source else b""]
         with self._named(doing):
             dist.broadcast_object_list(box, src=source, group=self._group)
-        return box[0]
+        return value if self.index == source else pickle.loads(box[0])
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
@@ -503,6 +507,21 @@ class SeveralRanks:
         except RuntimeError:
             return None
         return rank, words
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of an accelerator as they are on the host, wherever in an object they are."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return _itself, (value.detach().cpu().requires_grad_(value.requires_grad),)
+        return NotImplemented
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    _HostPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 def is_broken_collective(error: BaseException) -> bool:

@@ -258,6 +258,45 @@ def going_on(rank: int) -> dict[str, Any]:
     return found
 
 
+class Elsewhere(torch.Tensor):
+    """Says that it is on an accelerator, which this machine need not have."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 1)
+
+    def detach(self) -> Any:
+        return self
+
+    def cpu(self) -> Any:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+class OwnBatch:
+    """Of a class of the user's own."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+
+
+def sending(rank: int) -> dict[str, list[Any]]:
+    """The tensors that ranks get of what one of them has on an accelerator, on the host, and on no device."""
+    dist.init_process_group("gloo")
+    ranks = SeveralRanks()
+    x = torch.arange(3.0) + rank
+    batch = {"x": x, "own": OwnBatch([OwnBatch(x.as_subclass(Elsewhere))]), "meta": torch.empty(2, device="meta")}
+    of_all = ranks.each(lambda: None, doing="sending", tell=lambda nothing: batch).all
+    received = {"from rank 1": [ranks.from_rank(1, batch)], "of all": of_all}
+    dist.destroy_process_group()
+    return {
+        how: [
+            [(type(each), each.device.type, each.tolist() if each.device.type != "meta" else None) for each in tensors]
+            for tensors in ((one["x"], one["own"].parts[0].parts, one["meta"]) for one in batches)
+        ]
+        for how, batches in received.items()
+    }
+
+
 class Uncountable(torch.nn.Module):
     """Saves other tensors each second time, if it counts."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.ranks.failing_programs import (
     out_of_memory_evaluating,
     out_of_memory_under_zero,
     run_all,
+    sending,
     unrecomputable_on_one_rank,
     validating_longer_on_one_rank,
 )
@@ -165,6 +167,18 @@ def test_an_error_that_all_ranks_got_over_is_not_told_of_the_next() -> None:
             "ValueError: another" if rank == 1 else "RankFailedError: rank 1 failed while stepping: ValueError: another"
         )
         assert found["next"] == told
+
+
+def test_tensors_of_an_accelerator_reach_other_ranks_on_the_host() -> None:
+    """Unpickled as they are, those of rank 1 would be on rank 1's device in the process of rank 0."""
+
+    def on_the_host(sender: int) -> list[Any]:
+        values = [0.0 + sender, 1.0 + sender, 2.0 + sender]
+        return [(torch.Tensor, "cpu", values), (torch.Tensor, "cpu", values), (torch.Tensor, "meta", None)]
+
+    first, second = results(run_on_ranks(sending, seconds=START_SECONDS))
+    assert first["from rank 1"] == [on_the_host(1)]
+    assert first["of all"] == second["of all"] == [on_the_host(0), on_the_host(1)]
 
 
 def test_a_rank_that_fails_behind_an_error_of_all_ranks_is_told_with_its_own_words() -> None:
