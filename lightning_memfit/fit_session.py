@@ -33,6 +33,7 @@ from lightning_memfit.proving import Proving, Report
 from lightning_memfit.ranks import Ranks, Together
 from lightning_memfit.real_steps import RealSteps
 from lightning_memfit.run_key import corrections_key, plan_key, run_words
+from lightning_memfit.slice_guard import COMPARING
 from lightning_memfit.steps_of_all_ranks import Steps, StepsOfAllRanks, as_told, follow
 from lightning_memfit.undo import set_instance_attribute
 from lightning_memfit.validate.arrived_batch import ArrivedBatch
@@ -155,8 +156,9 @@ class FitSession:
         """On every rank: compare slices of one batch, whose forwards gather parameters from all of them."""
         arrived, micro_batch_size = asked
         prepared = replace(self._looked_at, arrived=arrived)
-        with random_state_kept(), prepared.as_planned():
-            return prepared.guard.compare_slices(micro_batch_size)
+        guard = replace(prepared.guard, ranks=self._ranks)
+        with random_state_kept(), prepared.as_planned(), self._ranks.failing(COMPARING):
+            return guard.compare_slices(micro_batch_size)
 
     def _cpu_adam_of_all(self, asked: None) -> CpuAdam:
         """On every rank: whether DeepSpeed's Adam can be had; of ranks on one node one builds, and the others wait."""

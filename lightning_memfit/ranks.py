@@ -1,16 +1,22 @@
 """What the processes of one run tell each other beside training: one plan, one verdict, one error, and no deadlock.
 
 Adapter for ``torch.distributed``: a group of its own over gloo, so that nothing mixes with the engine's collectives;
-``torch.distributed.distributed_c10d._get_default_store`` for the note that a failing rank leaves.
+``torch.distributed.distributed_c10d._get_default_store`` for the note that a failing rank leaves, and for the places
+at which ranks failed.
 
-Every exchange carries a value or an error. Work that may fail on one rank alone is run in :meth:`Ranks.each`, which
-ends on all ranks alike. Where the engine's own collectives run, a rank that fails cannot tell the others through them:
-it leaves a note (:meth:`Ranks.failing`), and its end breaks the connections on which the others wait.
+Every exchange carries a value or an error, pickled, with every tensor on the host: one on an accelerator would be
+unpickled on the device of the rank that sends it. Work that may fail on one rank alone is run in :meth:`Ranks.each`,
+which ends on all ranks alike.
+
+Where the engine's own collectives run, a rank that fails cannot tell the others through them: it leaves a note
+(:meth:`Ranks.failing`), and its end breaks the connections on which the others wait. It goes on after an error only
+where all of them had it at the same place (:meth:`Ranks.alike`).
 """
 
 from __future__ import annotations
 
 import datetime
+import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +34,9 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 """How long a rank waits for the others where the strategy says nothing; torch's own default for gloo and NCCL."""
+ALIKE_WITHIN = datetime.timedelta(seconds=30)
+"""How long a rank that failed waits for the others to fail at the same place; at most half the strategy's time-out.
+They took part in the same collectives before: only what one rank computes between two of them lies between them."""
 _BROKEN = ("gloo/transport", "gloo::", "nccl error", "connection closed by peer", "connection reset by peer")
 _groups = itertools.count()  # every rank forms them in the same order, so that their numbers agree
 
@@ -82,6 +91,9 @@ class Ranks(Protocol):
 
     def failing(self, doing: str) -> Any:
         """Within it the engine's collectives run: an error of one rank is told to those that wait for it."""
+
+    def alike(self, error: Exception, place: str, *, doing: str) -> None:
+        """Return if every rank failed at the same place, so that all may go on; else raise the error."""
 
     def knows(self, error: BaseException) -> bool:
         """Whether the other ranks have been told of an error."""
@@ -165,6 +177,9 @@ class OneRank:
         """As ever."""
         yield
 
+    def alike(self, error: Exception, place: str, *, doing: str) -> None:
+        """All one of them."""
+
     def knows(self, error: BaseException) -> bool:
         """There is nobody to be told."""
         return True
@@ -207,7 +222,9 @@ class SeveralRanks:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self._timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._note_name = f"memfit/failed/{next(_groups)}"
+        self._number = next(_groups)
+        self._caught = self._got_over = 0
+        self._unlike: Exception | None = None
         self._together: Together = _NOTHING
         self._is_alone = False
         self._known: list[BaseException] = []
@@ -318,7 +335,7 @@ class SeveralRanks:
         return shared
 
     def from_rank(self, rank: int, value: T) -> T:
-        """The value that one of them has; the others' is not looked at."""
+        """The value that one of them has, its tensors on the host; the others' is not looked at."""
         shared: T = self._broadcast(value, f"waiting for rank {rank}", source=rank)
         return shared
 
@@ -379,6 +396,37 @@ class SeveralRanks:
             self._known.append(error)
             raise
 
+    def alike(self, error: Exception, place: str, *, doing: str) -> None:
+        """Return if every rank failed at the same place, so that all may go on; else raise the error.
+
+        A rank that failed alone cannot go on: the others wait in a collective that it has left, and come to no meeting.
+        So it says where it failed, and waits for them to do so for :data:`ALIKE_WITHIN`. What was told of an error that
+        all got over is no longer told of the next.
+
+        Args:
+            error: what was caught, within :meth:`failing`, by which the others are told where it is raised again, or
+                behind it.
+            place: where, in words: equal on ranks that took part in the same collectives before, and on no others.
+            doing: what was being done, for the message.
+
+        Raises:
+            Exception: ``error``, with a note that names this rank; without one where another rank broke a collective.
+        """
+        if self._is_alone:
+            return
+        if error is self._unlike or is_broken_collective(error):
+            raise error
+        if self._all_failed_at(place):
+            self._got_over += 1
+            self._known = [known for known in self._known if known is not error]
+            return
+        self._unlike = error
+        error.add_note(
+            f"Rank {self.index} of {self.count} failed so while {doing}, and not all others did at the same place. "
+            "They wait for it in an exchange of the engine, so that the run ends."
+        )
+        raise error
+
     def knows(self, error: BaseException) -> bool:
         """Whether the other ranks have been told of an error, or cannot be told any more."""
         return any(error is known for known in self._known)
@@ -387,14 +435,15 @@ class SeveralRanks:
         """Let go of the group. Calling it twice is harmless."""
         group, self._group = self._group, None
         self._known.clear()
+        self._unlike = None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _gather(self, value: Any, doing: str) -> list[Any]:
         outcomes: list[Any] = [None] * self.count
         with self._named(doing):
-            dist.all_gather_object(outcomes, value, group=self._group)
-        return outcomes
+            dist.all_gather_object(outcomes, _packed(value), group=self._group)
+        return [pickle.loads(outcome) for outcome in outcomes]
 
     def _told(self, value: Any, together: Together, doing: str) -> Any:
         while isinstance(told := self._broadcast(value, doing), _Call):
@@ -402,10 +451,10 @@ class SeveralRanks:
         return told
 
     def _broadcast(self, value: Any, doing: str, *, source: int = 0) -> Any:
-        box = [value]
+        box = [_packed(value) if self.index == source else b""]
         with self._named(doing):
             dist.broadcast_object_list(box, src=source, group=self._group)
-        return box[0]
+        return value if self.index == source else pickle.loads(box[0])
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
@@ -426,6 +475,22 @@ class SeveralRanks:
             self._known.append(failed)
             raise failed from error
 
+    def _all_failed_at(self, place: str) -> bool:
+        self._caught += 1
+        names = [f"memfit/place/{self._number}/{self._caught}/{rank}" for rank in range(self.count)]
+        try:
+            store = _store()
+            store.set(names[self.index], place)
+            store.wait(names, min(ALIKE_WITHIN, self._timeout / 2))
+            return all(store.get(name).decode() == place for name in names)
+        except RuntimeError:  # one of them is not there in time, or the store ended with rank 0
+            return False
+
+    @property
+    def _note_name(self) -> str:
+        """Another behind each error that all ranks got over: its note stays, and nobody reads it any more."""
+        return f"memfit/failed/{self._number}/{self._got_over}"
+
     def _leave_note(self, words: str) -> None:
         try:
             _store().set(self._note_name, pickle.dumps((self.index, words)))
@@ -442,6 +507,21 @@ class SeveralRanks:
         except RuntimeError:
             return None
         return rank, words
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of an accelerator as they are on the host, wherever in an object they are."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return _itself, (value.detach().cpu().requires_grad_(value.requires_grad),)
+        return NotImplemented
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    _HostPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 def is_broken_collective(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_memfit.apply.batch_scan import ScannedBatch
+from lightning_memfit.apply.fsdp2 import start_anew, underway
 from lightning_memfit.apply.quantised_states import verify_all_quantised
 from lightning_memfit.apply.step_levers import StepLevers
 from lightning_memfit.errors import first_line, is_out_of_memory
@@ -22,6 +23,8 @@ from lightning_memfit.preparation import Preparation
 from lightning_memfit.ranks import Ranks
 from lightning_memfit.validate.warmup import run_warmup, time_steps
 
+WARMING_UP = "running the memory warm-up"
+"""What is being done, for messages."""
 TIMED_SECONDS = 0.5
 """Seconds of unprofiled steps with which each of the nearly fastest plans is timed; at least one step."""
 
@@ -119,14 +122,9 @@ class RealSteps:
                     validation_batches=None if self._validation is None else self._validation.epoch_batches,
                     agreed=self._ranks.mean,
                 )
-        except CheckpointError as error:
-            if not candidate.checkpointed_modules:
-                raise  # of a checkpoint of the user's own
-            mismatch = _gave_something_else(error)
         except Exception as error:
-            if candidate.checkpointed_modules and _is_of_the_compiler(error):
-                mismatch = _not_compiled(error)
-            elif not self._may_run_out(error):
+            mismatch = self._mismatch(error, candidate)
+            if mismatch is None and not self._may_run_out(error):
                 raise
         # Outside of the except block: the error's traceback keeps the step's tensors alive.
         if measurement is not None and self._validation is not None:
@@ -134,19 +132,26 @@ class RealSteps:
             measurement = replace(measurement, evaluation_batch=self._validation.describe(), evaluation_kept_bytes=kept)
         return Ran(measurement=measurement, mismatch=mismatch)
 
-    def settle(self, forecast: Forecast) -> None:
-        """Run two steps that nothing is measured of."""
-        with self._prepared.loaders_in_sight():
-            for _ in range(2):
-                time_steps(
-                    trainer=self._prepared.trainer,
-                    module=self._prepared.module,
-                    batch=self._prepared.batch,
-                    seconds=0.0,
-                    accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
-                    spare_bytes=_spare_bytes(self._prepared.device, self._prepared.budget, forecast),
-                    agreed=self._ranks.mean,
-                )
+    def settle(self, forecast: Forecast) -> Unrecomputable | None:
+        """Run two steps that nothing is measured of; why modules cannot be recomputed, if they show it."""
+        try:
+            with self._prepared.loaders_in_sight():
+                for _ in range(2):
+                    time_steps(
+                        trainer=self._prepared.trainer,
+                        module=self._prepared.module,
+                        batch=self._prepared.batch,
+                        seconds=0.0,
+                        accumulate_grad_batches=forecast.candidate.split.accumulate_grad_batches,
+                        spare_bytes=_spare_bytes(self._prepared.device, self._prepared.budget, forecast),
+                        agreed=self._ranks.mean,
+                    )
+        except Exception as error:
+            mismatch = self._mismatch(error, forecast.candidate)
+            if mismatch is None:
+                raise
+            return mismatch
+        return None
 
     def retime(self, forecast: Forecast) -> float:
         """Seconds of a step; infinite where it does not run a second time, so that the first time counts."""
@@ -167,6 +172,25 @@ class RealSteps:
             if not self._may_run_out(error):
                 raise
         return math.inf
+
+    def _mismatch(self, error: Exception, candidate: Candidate) -> Unrecomputable | None:
+        """Why modules cannot be recomputed, if an error says so; on several ranks only where it does on all of them.
+
+        Raises:
+            Exception: the error itself, where others wait for this rank in the midst of the step.
+        """
+        if not candidate.checkpointed_modules:
+            return None  # of a checkpoint of the user's own
+        if isinstance(error, CheckpointError):
+            found = _gave_something_else(error)
+        elif _is_of_the_compiler(error):
+            found = _not_compiled(error)
+        else:
+            return None
+        module = self._prepared.module
+        self._ranks.alike(error, f"{type(error).__name__}, under way: {underway(module)}", doing=WARMING_UP)
+        start_anew(module)
+        return found
 
     def _may_run_out(self, error: Exception) -> bool:
         """Whether memory ran out and nobody waits in the midst of the step: others would wait for ever."""

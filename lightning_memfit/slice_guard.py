@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_memfit.apply.fsdp2 import computing_dtype_of
+from lightning_memfit.apply.fsdp2 import computing_dtype_of, start_anew, underway
 from lightning_memfit.apply.micro_batches import unsliceable_reason
 from lightning_memfit.apply.slicing import LOSS_WEIGHT_WORDS
 from lightning_memfit.batch_functions import BatchFunctions
@@ -14,6 +15,7 @@ from lightning_memfit.batch_tree import join_outputs
 from lightning_memfit.errors import BatchStructureError, first_line, is_out_of_memory
 from lightning_memfit.observe.lone_rank import without_other_ranks
 from lightning_memfit.plan import balanced_slices
+from lightning_memfit.ranks import OneRank, Ranks
 from lightning_memfit.trace.training_step import program_of
 from lightning_memfit.validate.splittable import (
     SplitVerdict,
@@ -22,7 +24,23 @@ from lightning_memfit.validate.splittable import (
     gradient_hook_obstacle,
 )
 
+COMPARING = "comparing slices with the undivided batch"
+"""What is being done, for messages."""
 _COMPARED_PAIRS = 8
+
+
+class _Passes:
+    """How often the step was begun: equally often on every rank, until it fails on one."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def counting(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def counted(batch: Any) -> Any:
+            self.begun += 1
+            return step(batch)
+
+        return counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +61,9 @@ class SliceGuard:
     """Which other batch of the epoch has no common number of samples, unless the user's function divides it."""
     with_other_ranks: bool = False
     """Whether every rank compares the same batch now, so that parameters can be gathered."""
+    ranks: Ranks = field(default_factory=OneRank)
+    """The processes that compare together; of no interest where one compares alone."""
+    _passes: _Passes = field(default_factory=_Passes, init=False, repr=False, compare=False)
 
     def visible_obstacle(self) -> str | None:
         """Why batches may not be divided, as far as can be seen without running anything."""
@@ -76,6 +97,7 @@ class SliceGuard:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                self._go_on_after(error)
         return obstacle
 
     def _compare_few(self) -> str | None:
@@ -86,6 +108,7 @@ class SliceGuard:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                self._go_on_after(error)
         return (
             "not sliced: the comparison of four samples with their slices ran out of memory. "
             "allow_inexact_slicing=True slices it all the same."
@@ -107,6 +130,7 @@ class SliceGuard:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            self._go_on_after(error)
             # A step may need what a later hook sets up. Nothing is sliced that could not be compared.
             return (
                 f"not sliced: the comparison of slices raised {type(error).__name__}: {first_line(error)}. "
@@ -124,16 +148,30 @@ class SliceGuard:
                 if self._verdict(batch, samples, other, gradients=gradients).exact:
                     return f" With loss_weight={word!r} they do not differ."
             except Exception as error:  # the batch has no labels, or the step ran out of memory
+                self._go_on_after(error)
                 if is_out_of_memory(error):
                     return ""
         return ""
+
+    def _go_on_after(self, error: Exception) -> None:
+        """Return if the comparison may go on without what failed: where ranks gather, only if it failed on all alike.
+
+        Raises:
+            Exception: the error itself.
+        """
+        if not self.with_other_ranks:
+            return
+        what = "memory ran out" if is_out_of_memory(error) else "an error"
+        place = f"{what} in pass {self._passes.begun}, under way: {underway(self.module)}"
+        self.ranks.alike(error, place, doing=COMPARING)
+        start_anew(self.module)
 
     def _verdict(self, batch: Any, samples: int, functions: BatchFunctions, *, gradients: bool) -> SplitVerdict:
         return check_splittable(
             module=self.module,
             batch=batch,
             split_by_sizes=functions.divide,
-            training_step=program_of(self.module).compute_loss,
+            training_step=self._passes.counting(program_of(self.module).compute_loss),
             weights=functions.weight_of,
             join=join_outputs,
             batch_size=functions.samples_of(batch),

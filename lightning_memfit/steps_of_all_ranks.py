@@ -15,9 +15,7 @@ from lightning_memfit.apply.gradient_exchange import GradientExchange
 from lightning_memfit.errors import MemFitError, RankFailedError, first_line
 from lightning_memfit.plan import Candidate, Forecast, Measurement, Plan
 from lightning_memfit.ranks import Ranks, Together
-from lightning_memfit.real_steps import Ran
-
-_DOING = "running the memory warm-up"
+from lightning_memfit.real_steps import WARMING_UP, Ran, Unrecomputable
 
 
 class Steps(Protocol):
@@ -43,8 +41,8 @@ class Steps(Protocol):
 class OwnSteps(Steps, Protocol):
     """Those of one rank."""
 
-    def settle(self, forecast: Forecast) -> None:
-        """Run two steps that nothing is measured of."""
+    def settle(self, forecast: Forecast) -> Unrecomputable | None:
+        """Run two steps that nothing is measured of; why modules cannot be recomputed, if they show it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +78,13 @@ class StepsOfAllRanks:
     def put_on(self, candidate: Candidate) -> None:
         """Let every Trainer run a candidate."""
         self._ranks.share(_Order(action="put on", about=candidate))
-        with self._ranks.failing(_DOING):
+        with self._ranks.failing(WARMING_UP):
             self._own.put_on(candidate)
 
     def take_off(self) -> None:
         """Take the levers back on every rank."""
         self._ranks.share(_Order(action="take off"))
-        with self._ranks.failing(_DOING):
+        with self._ranks.failing(WARMING_UP):
             self._own.take_off()
 
     def warm_up(self, forecast: Forecast, *, timed: bool) -> Ran:
@@ -126,10 +124,10 @@ def follow(ranks: Ranks, own: OwnSteps, exchange: GradientExchange, *, together:
         if isinstance(order, BaseException):
             raise order
         if order.action == "put on":
-            with ranks.failing(_DOING):
+            with ranks.failing(WARMING_UP):
                 own.put_on(order.about)
         elif order.action == "take off":
-            with ranks.failing(_DOING):
+            with ranks.failing(WARMING_UP):
                 own.take_off()
         elif order.action == "warm up":
             _warm_up(ranks, own, exchange, order)
@@ -144,7 +142,7 @@ def as_told(error: Exception) -> Exception:
     """An error of rank 0 as the others raise it: one of MemFit's own as it is, of others the words."""
     if isinstance(error, MemFitError) and _can_be_sent(error):
         return error
-    return RankFailedError(f"rank 0 failed while {_DOING}: {type(error).__name__}: {first_line(error)}", rank=0)
+    return RankFailedError(f"rank 0 failed while {WARMING_UP}: {type(error).__name__}: {first_line(error)}", rank=0)
 
 
 def _can_be_sent(error: Exception) -> bool:
@@ -164,16 +162,15 @@ def _warm_up(ranks: Ranks, own: OwnSteps, exchange: GradientExchange, order: _Or
             with ranks.alone(), context:
                 return own.warm_up(forecast, timed=False)
 
-        worst = worst_of(ranks.each(by_itself, doing=_DOING).all)
+        worst = worst_of(ranks.each(by_itself, doing=WARMING_UP).all)
         alone = worst.measurement
         # A step that takes more than training will is not held to the budget: only whether the device has it counts.
         if alone is None or (alone.measured_peak_bytes > order.budget_bytes and not exchange.alone_takes_more):
             return worst
-    with ranks.failing(_DOING):
-        if exchange.settles:
-            own.settle(forecast)
-        together = own.warm_up(forecast, timed=order.timed)
-    return worst_of(ranks.each(lambda: together, doing=_DOING).all)
+    with ranks.failing(WARMING_UP):
+        mismatch = own.settle(forecast) if exchange.settles else None
+        together = Ran(mismatch=mismatch) if mismatch is not None else own.warm_up(forecast, timed=order.timed)
+    return worst_of(ranks.each(lambda: together, doing=WARMING_UP).all)
 
 
 def _retime(ranks: Ranks, own: OwnSteps, forecast: Forecast) -> float:

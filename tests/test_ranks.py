@@ -17,6 +17,7 @@ def test_one_rank_exchanges_with_itself() -> None:
     assert (told.own, told.all) == ("ab", [2])
     assert rank.led(lambda: 3, doing="nothing") == rank.share(3) == rank.from_rank(0, 3) == 3
     assert rank.mean(0.5) == 0.5
+    rank.alike(ValueError("no"), "here", doing="nothing")
     with pytest.raises(ValueError, match="no"), rank.failing("nothing"), rank.alone():
         raise ValueError("no")
 

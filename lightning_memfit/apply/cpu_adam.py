@@ -1,7 +1,8 @@
 """Whether DeepSpeed's Adam for the host can be had here: tried in a child process before an offload is planned.
 
 DeepSpeed compiles it when it is first used, for more than a minute. A build that is killed leaves a lock, and whoever
-needs the extension next waits for it without an end.
+needs the extension next waits for it without an end. On a home folder that machines share, each of them finds the lock
+of the one that builds: it is waited for, and the try comes after it.
 
 Adapter for ``deepspeed.ops.adam.DeepSpeedCPUAdam`` (the name of its extension, ``cpu_adam``) and for the folder and the
 lock of ``torch.utils.cpp_extension.load``.
@@ -33,6 +34,7 @@ assert float(weight[0]) < 0
 DEFAULT_SECONDS = 300.0
 """How long a build may take: it takes 77 s on two cores."""
 _OTHERS_MAY_BUILD_SECONDS = 600.0
+_LOOK_AGAIN_SECONDS = 1.0
 _WORDS = 600
 _TAKE_TORCHS = (
     "Build it beforehand (python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()'), "
@@ -59,7 +61,8 @@ def find_cpu_adam(*, seconds: float = DEFAULT_SECONDS) -> CpuAdam:
     """Build DeepSpeed's Adam for the host and take a step with it, in a child process; once per process and folder.
 
     Args:
-        seconds: after which the try is ended, and what it started with it.
+        seconds: after which the try is ended, and what it started with it; as long at most, before it, the lock of a
+            build on another machine is waited for.
     """
     folder = extensions_folder()
     if folder not in _found:
@@ -91,8 +94,12 @@ def _try(folder: Path, seconds: float) -> CpuAdam:
     begin = time.monotonic()
     lock = folder / _EXTENSION / "lock"
     blocked = _clear(lock)
+    while blocked is not None and blocked.may_end and time.monotonic() - begin < seconds:
+        time.sleep(_LOOK_AGAIN_SECONDS)
+        blocked = _clear(lock)
     if blocked is not None:
-        return CpuAdam(works=False, reason=blocked, seconds=time.monotonic() - begin)
+        waited = f" It was waited for {seconds:.0f} s." if blocked.may_end else ""
+        return CpuAdam(works=False, reason=f"{blocked.reason}{waited}", seconds=time.monotonic() - begin)
     code, words = _run(seconds)
     taken = time.monotonic() - begin
     if code == 0:
@@ -108,7 +115,17 @@ def _try(folder: Path, seconds: float) -> CpuAdam:
     return CpuAdam(works=False, reason=reason, seconds=taken)
 
 
-def _clear(lock: Path) -> str | None:
+@dataclass(frozen=True, kw_only=True)
+class _Blocked:
+    """A lock that must stay."""
+
+    reason: str
+    """Why, and what to do."""
+    may_end: bool
+    """Whether it may go away, or become one that can be taken away, by itself."""
+
+
+def _clear(lock: Path) -> _Blocked | None:
     """Take away a lock that nobody holds; why it must stay, where it must and would block for ever."""
     try:
         found = lock.stat()
@@ -121,12 +138,14 @@ def _clear(lock: Path) -> str | None:
     what = f"{lock} is {age:.0f} s old and was left by a build that nobody here runs"
     ours = hasattr(os, "getuid") and found.st_uid == os.getuid()
     if holders is None or not ours:
-        return f"{what} as far as can be seen; another user may. Delete it if no build runs. {_TAKE_TORCHS}."
+        reason = f"{what} as far as can be seen; another user may. Delete it if no build runs. {_TAKE_TORCHS}."
+        return _Blocked(reason=reason, may_end=False)
     if age < _OTHERS_MAY_BUILD_SECONDS:
-        return (
+        reason = (
             f"{what}; a machine that shares the folder may, for {_OTHERS_MAY_BUILD_SECONDS:.0f} s. Delete it if there "
             f"is none, or wait. {_TAKE_TORCHS}."
         )
+        return _Blocked(reason=reason, may_end=True)
     lock.unlink(missing_ok=True)
     return None
 

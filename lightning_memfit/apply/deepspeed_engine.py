@@ -39,6 +39,7 @@ class ZeroExchange:
     def __init__(self, strategy: Any) -> None:
         """Of a strategy whose model is, or will be, DeepSpeed's engine."""
         self._strategy = strategy
+        self._forget_factor: Undo = lambda: None
 
     @contextmanager
     def around_slice(self, *, is_last: bool) -> Iterator[None]:
@@ -68,12 +69,13 @@ class ZeroExchange:
         """Multiply all gradients of the step at hand, wherever the engine keeps them.
 
         It divides them by the loss scale while it steps, and takes the clipped norm of what comes out: for this one
-        step the scale is another.
+        step the scale is another. Where no step follows, the next call's factor takes the place of this one's.
 
         Args:
             optimizer: of no interest: the gradients are the engine's.
             factor: above 0.
         """
+        self._forget_factor()
         engine = engine_of(self._strategy)
         inner = engine.optimizer
         scale, was_custom, step = inner.loss_scale, inner.custom_loss_scaler, engine.step
@@ -84,10 +86,16 @@ class ZeroExchange:
             try:
                 return step(*args, **kwargs)
             finally:
-                inner.custom_loss_scaler, inner.external_loss_scale = was_custom, external
-                undo()
+                forget()
 
-        undo = set_instance_attribute(engine, "step", step_once)
+        restore_step = set_instance_attribute(engine, "step", step_once)
+
+        def forget() -> None:
+            inner.custom_loss_scaler, inner.external_loss_scale = was_custom, external
+            restore_step()
+            self._forget_factor = lambda: None
+
+        self._forget_factor = forget
 
 
 def engine_of(strategy: Any) -> Any:

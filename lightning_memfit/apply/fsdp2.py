@@ -1,10 +1,10 @@
 """A run whose module ``fully_shard`` (FSDP2) spread over several devices: what was spread how, and when it exchanges.
 
 Adapter for private names of torch 2.9 to 2.13: ``FSDPModule._get_fsdp_state``, ``FSDPState._fsdp_param_group(s)``,
-``_modules``, ``_mp_policy``, ``_auto_reshard_after_forward`` and the lists of states to prefetch;
-``FSDPParamGroup.mesh_info``, ``post_forward_mesh_info``, ``fsdp_params``, ``offload_policy``, ``mp_policy`` and what
-its setters set; ``FSDPParam.fsdp_placement`` and ``is_dtensor``. A test reads each of them from a module that is
-sharded for real.
+``_modules``, ``_mp_policy``, ``_is_root``, ``_auto_reshard_after_forward`` and the lists of states to prefetch;
+``FSDPParamGroup.mesh_info``, ``post_forward_mesh_info``, ``fsdp_params``, ``offload_policy``, ``mp_policy``,
+``_training_state``, ``is_sharded``, ``_all_gather_result`` and what its setters set; ``FSDPParam.fsdp_placement`` and
+``is_dtensor``. A test reads each of them from a module that is sharded for real.
 
 Every rank must run the same number of slices: gathering parameters is a collective of each forward and backward.
 """
@@ -234,6 +234,39 @@ def deferred_bytes(module: nn.Module) -> int:
                     parameter = held.sharded_param
                     found[id(parameter)] = parameter.numel() * (dtype or parameter.dtype).itemsize
     return sum(found.values())
+
+
+# After an error in the midst of a step
+
+
+def underway(module: nn.Module) -> str:
+    """Which groups are in the midst of a step, and how far, in words; empty where none is, or nothing is sharded."""
+    found = []
+    for name, state in _sharded_parts(module).items():
+        for group in _groups_of(state):
+            gathered = "" if group.is_sharded else ", gathered"
+            awaited = "" if group._all_gather_result is None else ", awaited"
+            if gathered or awaited or group._training_state.name != "IDLE":
+                found.append(f"{name or 'the root'} ({group._training_state.name}{gathered}{awaited})")
+    return "; ".join(found)
+
+
+def start_anew(module: nn.Module) -> None:
+    """Let go of what an error left gathered in the midst of a step, so that the next one gathers on all ranks alike.
+
+    Raises:
+        UnsupportedError: if this release of torch has no way to.
+    """
+    left = underway(module)
+    if not left:
+        return
+    for root in (part for part in module.modules() if is_sharded(part) and part._get_fsdp_state()._is_root):
+        if not hasattr(root, "reset_iter_state"):
+            raise UnsupportedError(
+                f"torch {torch.__version__} has no FSDPModule.reset_iter_state, by which parameters are let go that an "
+                f"error left in the midst of a step: {left}. Repair what raised the error, or use torch 2.13."
+            )
+        root.reset_iter_state()
 
 
 # What torch knows of a sharded module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,9 +92,31 @@ def test_an_old_lock_that_nobody_holds_is_taken_away(folder: Path, monkeypatch: 
 
 def test_a_young_lock_stays_since_another_machine_may_build(folder: Path) -> None:
     lock = lock_in(folder, seconds_old=30)
-    found = find_cpu_adam()
+    found = find_cpu_adam(seconds=1)
     assert not found.works and lock.exists()
     assert "was left by a build that nobody here runs; a machine that shares the folder may, for 600 s" in found.reason
+    assert found.reason.endswith("It was waited for 1 s.")
+
+
+def test_a_build_of_another_machine_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = lock_in(folder, seconds_old=30)
+    monkeypatch.setattr(cpu_adam, "_LOOK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(cpu_adam, "_TRY", f"import os; assert not os.path.exists({str(lock)!r})")
+    ends = threading.Timer(0.2, lock.unlink)
+    ends.start()
+    try:
+        assert find_cpu_adam(seconds=60).works
+    finally:
+        ends.join()
+
+
+def test_a_lock_that_becomes_old_while_it_is_waited_for_is_taken_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = lock_in(folder, seconds_old=599)
+    monkeypatch.setattr(cpu_adam, "_LOOK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(cpu_adam, "_TRY", "pass")
+    assert find_cpu_adam(seconds=60).works and not lock.exists()
 
 
 def test_a_lock_that_a_process_holds_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,19 @@ def test_gradients_are_multiplied_in_one_step_by_another_loss_scale() -> None:
     assert engine.scales == [4.0, 8.0] and vars(engine).keys() == before.keys()
 
 
+def test_a_factor_whose_step_was_left_out_is_not_that_of_the_next() -> None:
+    # of a window that was not stepped; then the engine divides by 8 / 4, and by its own 8 again
+    engine = Engine()
+    exchange = ZeroExchange(strategy_with(engine))
+    before = dict(vars(engine))
+    exchange.rescale(None, 2.0)
+    exchange.rescale(None, 4.0)
+    engine.step()
+    engine.step()
+    assert engine.scales == [2.0, 8.0] and vars(engine).keys() == before.keys()
+    assert not engine.optimizer.custom_loss_scaler and engine.optimizer.external_loss_scale is None
+
+
 def test_the_scale_is_put_back_where_the_step_fails() -> None:
     class Failing(Engine):
         def step(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard
 from torch.distributed.tensor import Shard
 
@@ -25,7 +25,9 @@ from lightning_memfit.apply.fsdp2 import (
     reason_precision_kept,
     reason_states_not_quantised,
     sharding_of,
+    start_anew,
     steppable_implementations,
+    underway,
 )
 from lightning_memfit.errors import ConfigurationError, UnsupportedError
 from lightning_memfit.sharded_model import fully_shard, policy_of
@@ -174,6 +176,34 @@ def test_gradients_are_exchanged_after_every_slice_or_wait_for_the_last(mesh: De
             raise ZeroDivisionError
         assert reducing(module) == [True] * 3
         assert exchange.never() is None and exchange.held_bytes() == 0 and exchange.in_every_slice
+
+
+def test_a_step_starts_anew_after_an_error_in_its_midst(mesh: DeviceMesh) -> None:
+    def fail(*arguments: Any) -> None:
+        raise KeyError("in block 1")
+
+    module = fully_shard(blocks(), mesh=mesh)
+    assert underway(module) == underway(blocks()) == ""
+    start_anew(module)  # nothing ran
+    hook = module[1][0].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        module(torch.zeros(1, 8))
+    assert underway(module) == "the root (FORWARD, gathered); 1 (FORWARD, gathered)"
+    start_anew(module)
+    assert underway(module) == ""
+    hook.remove()
+    module(torch.zeros(1, 8)).sum().backward()
+    assert underway(module) == "" and all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_torch_that_cannot_start_anew_is_named(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fully_shard(blocks(), mesh=mesh)
+    module[0][0].register_forward_hook(lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module(torch.zeros(1, 8))
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    with pytest.raises(UnsupportedError, match=r"has no FSDPModule.reset_iter_state.*0 \(FORWARD, gathered\)"):
+        start_anew(module)
 
 
 def test_waiting_gradients_are_whole_and_in_the_dtype_that_is_reduced(mesh: DeviceMesh) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_memfit import MemFit, planning, preparation
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.ranks import SeveralRanks
 from lightning_memfit.units import GIB
-from tests.ranks.trainer_programs import Case, Net, data_of, net_of, plugin_of
+from tests.ranks.trainer_programs import Case, Net, data_of, net_of, plugin_of, weights_of
 
 SECONDS = 20
 """How long ranks wait for each other."""
@@ -156,6 +158,210 @@ def _fit_and_validate(case: Case, strategy: Any, rank: int, *, at: str, validati
             enable_model_summary=False,
             default_root_dir=folder,
         ).fit(net, loader, loader if validation is None else validation)
+
+
+class FailingToCompare(Net):
+    """Runs out of memory, or raises, in the midst of a step in which slices are compared."""
+
+    def __init__(self, case: Case, *, error: Exception | None) -> None:
+        super().__init__(case)
+        wide = [torch.nn.Sequential(torch.nn.Linear(64, 64), *(torch.nn.Tanh() for _ in range(3))) for _ in range(6)]
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 64), *wide])
+        self.head = torch.nn.Linear(64, 5)
+        self.error = error
+
+    def setup(self, stage: str) -> None:
+        self.blocks[3][0].register_forward_hook(self.fail)
+
+    def fail(self, block: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        if self.error is not None and self.trainer.optimizers == [] and type(output) is torch.Tensor:  # and no fake
+            raise self.error
+
+
+def comparing(rank: int, errors: dict[int, Exception]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Plan and weights of a fit under FSDP2 whose undivided batch fits with most blocks recomputed alone.
+
+    Slices are nearly as fast, so that they are compared, and the comparison raises the error of a rank.
+    """
+    case = Case(engine="fsdp2", loader_batch_size=512, samples=2048)
+    torch.manual_seed(0)
+    net = FailingToCompare(case, error=errors.get(rank))
+    plugin = MemFit(
+        budget="1.7MiB",
+        precision="32-true",
+        optimizer_implementation="as-configured",
+        cache_dir=None,
+        verbose=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=_fsdp2(),
+            max_epochs=1,
+            plugins=[plugin],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size))
+        return plugin.plan, weights_of(net)
+
+
+def out_of_memory_comparing_on_one_rank(rank: int) -> None:
+    """Rank 1 runs out of memory while slices are compared, and rank 0 waits for its parameters."""
+    comparing(rank, {1: out_of_memory()})
+
+
+def failing_to_compare_on_all_ranks(rank: int) -> list[Any]:
+    """No rank fails; all run out of memory, or raise, at the same place of the comparison."""
+    errors: list[dict[int, Exception]] = [
+        {},
+        {0: out_of_memory(), 1: out_of_memory()},
+        {0: KeyError("not yet"), 1: KeyError("not yet")},
+    ]
+    return [comparing(rank, each) for each in errors]
+
+
+def out_of_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def going_on(rank: int) -> dict[str, Any]:
+    """What ranks learn of an error that all had, of one at different places, and of the next one, which is rank 1's."""
+    timeout = datetime.timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", timeout=timeout)
+    ranks, found = SeveralRanks(timeout=timeout), {}
+    try:
+        with ranks.failing("recomputing"):
+            raise KeyError("of all ranks")
+    except KeyError as error:
+        ranks.alike(error, "block 3", doing="recomputing")
+        found["is still told"] = ranks.knows(error)
+    unlike = KeyError("elsewhere")
+    for number in (1, 2):  # a second handler sees it too, and has nothing to ask
+        try:
+            ranks.alike(unlike, f"block {rank}", doing="recomputing")
+        except KeyError as error:
+            found[f"ends {number}"] = (str(error), error.__notes__)
+    with ranks.alone():
+        ranks.alike(unlike, "nobody waits", doing="recomputing")
+    try:
+        with ranks.failing("stepping"):
+            if rank == 1:
+                raise ValueError("another")
+            dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        found["next"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+class Elsewhere(torch.Tensor):
+    """Says that it is on an accelerator, which this machine need not have."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 1)
+
+    def detach(self) -> Any:
+        return self
+
+    def cpu(self) -> Any:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+class OwnBatch:
+    """Of a class of the user's own."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+
+
+def sending(rank: int) -> dict[str, list[Any]]:
+    """The tensors that ranks get of what one of them has on an accelerator, on the host, and on no device."""
+    dist.init_process_group("gloo")
+    ranks = SeveralRanks()
+    x = torch.arange(3.0) + rank
+    batch = {"x": x, "own": OwnBatch([OwnBatch(x.as_subclass(Elsewhere))]), "meta": torch.empty(2, device="meta")}
+    of_all = ranks.each(lambda: None, doing="sending", tell=lambda nothing: batch).all
+    received = {"from rank 1": [ranks.from_rank(1, batch)], "of all": of_all}
+    dist.destroy_process_group()
+    return {
+        how: [
+            [(type(each), each.device.type, each.tolist() if each.device.type != "meta" else None) for each in tensors]
+            for tensors in ((one["x"], one["own"].parts[0].parts, one["meta"]) for one in batches)
+        ]
+        for how, batches in received.items()
+    }
+
+
+class Uncountable(torch.nn.Module):
+    """Saves other tensors each second time, if it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = False
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        return x.tanh() if self.calls % 2 == 0 else x.sin().square()
+
+
+class UnrecomputableNet(FailingNet):
+    """Its blocks cannot be recomputed, on some ranks; in training rank 1 fails."""
+
+    def __init__(self, case: Case, *, rank: int, counts: bool) -> None:
+        super().__init__(case, at="in training", rank=rank)
+        self.counts = counts
+        for block in self.blocks:
+            block[1] = Uncountable()
+
+    def on_train_start(self) -> None:  # slices were compared before
+        for block in self.blocks:
+            block[1].counts = self.counts
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.is_training and self.rank == 1:
+            raise ValueError("no such sample")
+        return self.loss(batch)
+
+
+def failing_behind_an_error_of_all_ranks(rank: int) -> None:
+    """A given plan recomputes what cannot be recomputed, and another one stands; then rank 1 fails in training."""
+    _recompute_in_vain(rank, counts=True)
+
+
+def unrecomputable_on_one_rank(rank: int) -> None:
+    """Rank 1 alone finds that blocks cannot be recomputed, in a backward of all ranks."""
+    _recompute_in_vain(rank, counts=rank == 1)
+
+
+def _recompute_in_vain(rank: int, *, counts: bool) -> None:
+    case = Case(engine="fsdp2", micro_batch_size=3, settings={"activation_checkpointing": "blocks"})
+    plan = None
+    for net in (UnrecomputableNet(case, rank=0, counts=False), UnrecomputableNet(case, rank=rank, counts=counts)):
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {} if plan is None else {"plan": plan, "activation_checkpointing": "auto"}
+            plugin = plugin_of(case, folder, **settings)
+            trainer = lightning.Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=_fsdp2(),
+                max_epochs=1,
+                plugins=[plugin],
+                callbacks=[Training()],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=folder,
+            )
+            torch.manual_seed(0)
+            trainer.fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size))
+            plan = plugin.plan
 
 
 def run_all(rank: int) -> dict[str, str]:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+from lightning_memfit.plan import Plan
 from tests.ranks.conftest import Once
 from tests.ranks.failing_programs import (
     SECONDS,
+    failing_behind_an_error_of_all_ranks,
     failing_in_a_slice,
+    failing_to_compare_on_all_ranks,
+    going_on,
+    out_of_memory_comparing_on_one_rank,
     out_of_memory_evaluating,
     out_of_memory_under_zero,
     run_all,
+    sending,
+    unrecomputable_on_one_rank,
     validating_longer_on_one_rank,
 )
 from tests.ranks.launch import Ended, results, run_on_ranks
@@ -126,10 +135,77 @@ def test_a_rank_that_runs_out_of_memory_while_others_wait_in_the_step_ends_them_
     assert "OutOfMemoryError: CUDA out of memory" in last_error(waiting)
 
 
+def test_a_rank_that_runs_out_of_memory_alone_where_slices_are_compared_ends_the_others_that_wait_for_it() -> None:
+    """It would go on without slices, and the others wait for its parameters until the strategy's time-out."""
+    waiting, failed = run_on_ranks(out_of_memory_comparing_on_one_rank, seconds=START_SECONDS + 2 * SECONDS)
+    assert [waiting.code, failed.code] == [1, 1]
+    assert "OutOfMemoryError: CUDA out of memory" in last_error(failed)
+    assert "Rank 1 of 2 failed so while comparing slices with the undivided batch, and not all others" in failed.output
+    why = "rank 1 failed while comparing slices with the undivided batch: OutOfMemoryError: CUDA out of memory"
+    assert f"RankFailedError: {why}" in last_error(waiting)
+
+
+def test_ranks_that_all_fail_to_compare_slices_go_on_without_them() -> None:
+    for compared, out_of_memory, raised in results(run_on_ranks(failing_to_compare_on_all_ranks)):
+        assert "not sliced: the comparison" not in _why_not_sliced(compared[0])
+        for (plan, weights), words in ((out_of_memory, "ran out of memory"), (raised, "raised KeyError: 'not yet'")):
+            assert plan.split.num_slices == 1 and plan.candidate.checkpointed_modules
+            assert _why_not_sliced(plan).startswith("not sliced: the comparison of") and words in _why_not_sliced(plan)
+            for name, weight in compared[1].items():
+                torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
+
+
+def test_an_error_that_all_ranks_got_over_is_not_told_of_the_next() -> None:
+    for rank, found in enumerate(results(run_on_ranks(going_on, seconds=START_SECONDS + 2 * SECONDS))):
+        assert not found["is still told"]
+        words, (note,) = found["ends 1"]
+        assert words == "'elsewhere'" and found["ends 2"] == found["ends 1"]
+        assert note.startswith(
+            f"Rank {rank} of 2 failed so while recomputing, and not all others did at the same place."
+        )
+        told = (
+            "ValueError: another" if rank == 1 else "RankFailedError: rank 1 failed while stepping: ValueError: another"
+        )
+        assert found["next"] == told
+
+
+def test_tensors_of_an_accelerator_reach_other_ranks_on_the_host() -> None:
+    """Unpickled as they are, those of rank 1 would be on rank 1's device in the process of rank 0."""
+
+    def on_the_host(sender: int) -> list[Any]:
+        values = [0.0 + sender, 1.0 + sender, 2.0 + sender]
+        return [(torch.Tensor, "cpu", values), (torch.Tensor, "cpu", values), (torch.Tensor, "meta", None)]
+
+    first, second = results(run_on_ranks(sending, seconds=START_SECONDS))
+    assert first["from rank 1"] == [on_the_host(1)]
+    assert first["of all"] == second["of all"] == [on_the_host(0), on_the_host(1)]
+
+
+def test_a_rank_that_fails_behind_an_error_of_all_ranks_is_told_with_its_own_words() -> None:
+    waiting, failed = run_on_ranks(failing_behind_an_error_of_all_ranks, seconds=START_SECONDS + 3 * SECONDS)
+    assert [waiting.code, failed.code] == [1, 1]
+    assert last_error(failed).endswith("ValueError: no such sample")
+    why = "rank 1 failed while running a training step: ValueError: no such sample"
+    assert f"RankFailedError: {why}" in last_error(waiting)
+
+
+def test_a_rank_that_cannot_recompute_alone_ends_the_others_that_wait_for_it() -> None:
+    waiting, failed = run_on_ranks(unrecomputable_on_one_rank, seconds=START_SECONDS + 3 * SECONDS)
+    assert [waiting.code, failed.code] == [1, 1]
+    assert "Rank 1 of 2 failed so while running the memory warm-up, and not all others" in failed.output
+    assert "RankFailedError: rank 1 failed while running" in last_error(waiting)
+    assert "CheckpointError: torch.utils.checkpoint: " in last_error(waiting)
+
+
 def test_evaluations_of_other_lengths_that_gather_parameters_are_refused_before_a_rank_waits() -> None:
     for rank in run_on_ranks(validating_longer_on_one_rank, seconds=START_SECONDS + 2 * SECONDS):
         assert rank.code == 1
         assert "RanksDisagreeError: Validation loaders of 8 batches on rank 0 and of 10 on rank 1" in last_error(rank)
+
+
+def _why_not_sliced(plan: Plan) -> str:
+    (choice,) = (choice for choice in plan.choices if choice.lever == "micro_batch_size")
+    return choice.reason
 
 
 def last_error(rank: Ended) -> str:
