@@ -140,6 +140,33 @@ def search_plan(
     return Found(plan=plan, contenders=tuple(finalists))
 
 
+def withheld_that_fits(
+    budget: Budget,
+    space: SearchSpace,
+    evaluate: Evaluate,
+    *,
+    estimate: Evaluate | None = None,
+    floor: Floor | None = None,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> Forecast | None:
+    """What fits of the ways that nobody asked for, confirmed; ``None`` if nothing of them does.
+
+    Args:
+        budget: what it may use.
+        space: what may be chosen; its :attr:`Considered.withheld` are searched, and nothing else.
+        evaluate: as in :func:`search_plan`, and so are the arguments after it.
+        estimate: candidate to quick forecast; by default ``evaluate``.
+        floor: candidate and budget to bytes that it needs at the least.
+        out_of_time: whether planning has used its time.
+    """
+    if not space.strategies.withheld:
+        return None
+    space = replace(space, strategies=replace(space.strategies, spreads=space.strategies.withheld))
+    search = _Search(budget.budget_bytes, space, evaluate, estimate or evaluate, floor or _no_floor, out_of_time)
+    found = next((found for tier in TIERS if (found := search.finalists(tier, 1))), [])
+    return found[0] if found else None
+
+
 @dataclass
 class _Search:
     budget_bytes: int
@@ -212,16 +239,6 @@ class _Search:
         if fitting:
             return min(fitting, key=self.score)
         return min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes)
-
-    def withheld(self) -> Forecast | None:
-        """What would fit of the ways that nobody asked for, confirmed; ``None`` if nothing of them would."""
-        if not self.space.strategies.withheld:
-            return None
-        considered = replace(self.space.strategies, spreads=self.space.strategies.withheld)
-        space = replace(self.space, strategies=considered)
-        other = _Search(self.budget_bytes, space, self.evaluate, self.estimate, self.floor, self.out_of_time)
-        found = next((found for tier in TIERS if (found := other.finalists(tier, 1))), [])
-        return found[0] if found else None
 
     # Search
 
@@ -464,7 +481,14 @@ def _nothing_fits(
         slicing_reason=space.slicing_reason,
         checkpointing_reason=space.checkpointing_reason,
         states_reason=space.states_reason,
-        withheld=search.withheld(),
+        withheld=withheld_that_fits(
+            budget,
+            space,
+            search.evaluate,
+            estimate=search.estimate,
+            floor=search.floor,
+            out_of_time=search.out_of_time,
+        ),
     )
     over = beyond_the_host(best, space.host_budget_bytes)
     if over:
