@@ -18,7 +18,7 @@ from lightning_memfit.plan_reuse import check_conflicts, conflicts, plan_from_ch
 from lightning_memfit.preparation import Preparation
 from lightning_memfit.run_space import cpu_adam_obstacle, space_of
 from lightning_memfit.search.levers import SearchSpace
-from lightning_memfit.search.planner import MOST_CONTENDERS, Found, search_plan
+from lightning_memfit.search.planner import MOST_CONTENDERS, Found, search_plan, withheld_that_fits
 from lightning_memfit.validate.verdict import expected_correction
 
 BUDGET_SHARE = 0.05
@@ -125,6 +125,21 @@ class Planning:
     def freed(self) -> Forecast:
         """What would be chosen with today's corrections; neither plan nor contenders change."""
         return self._found_exact().plan.forecast
+
+    def other_strategy(self) -> Forecast | None:
+        """What would fit with another strategy by forecasts that are corrected as today's; ``None`` if nothing would.
+
+        The corrections are those of the strategy that ran: what a warm-up showed beside a forecast belongs to the
+        module and its samples, as far as anybody knows.
+        """
+        with random_state_kept(), self.prepared.as_planned():
+            return withheld_that_fits(
+                self.prepared.budget,
+                self.space,
+                self._forecast,
+                estimate=self._estimate,
+                out_of_time=self.is_out_of_time,
+            )
 
     def known_plan(self, given: Plan | None, resumed: Mapping[str, Any] | None) -> Plan | None:
         """A plan that was given, or else one that a checkpoint carries; ``None`` if there is none for this run.

@@ -231,6 +231,7 @@ class Proving:
             slicing_reason=self._planning.space.slicing_reason,
             states_reason=self._planning.space.states_reason,
             checkpointing_reason=self._planning.space.checkpointing_reason,
+            withheld=self._planning.other_strategy(),
         )
         ran_out = [forecast.candidate.label for forecast, measurement in failed if measurement is None]
         if ran_out:

@@ -19,6 +19,7 @@ from lightning_memfit.predict.variants import StepVariants, Variant
 from lightning_memfit.sharding import GroupPrecision
 from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import Prober
+from lightning_memfit.trace.faked_step import old_objects_at_rest
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.recording import record_window
 from lightning_memfit.trace.step_program import StepProgram
@@ -233,7 +234,8 @@ class RecordedSteps:
     def _ready(self, record: StepRecord, by: Hashable) -> Recorded:
         probes = Probes(results={}) if self._prober is None else self._prober.probe(record.signatures)
         key = "variants", by, probes_key(probes.results)
-        variants = self._shared.once(key, lambda: StepVariants(record, probes.results))
+        with old_objects_at_rest():
+            variants = self._shared.once(key, lambda: StepVariants(record, probes.results))
         notes = (*record.notes, *probes.notes)
         return Recorded(variants, record.layouts, notes, record.recomputed, self._seconds_of(variants), key)
 

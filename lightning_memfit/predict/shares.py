@@ -207,10 +207,12 @@ def groups_of(parameters: Iterable[ParameterLayout], names: Sequence[str]) -> di
     >>> list(groups_of([weight], ["", "blocks", "blocks.0", "blocks.01"]))
     ['blocks.0']
     """
-    innermost_first = sorted({name for name in names if name}, key=len, reverse=True)
+    known = set(names)
     found: dict[str, list[ParameterLayout]] = {}
     for parameter in parameters:
-        name = next((name for name in innermost_first if parameter.name.startswith(f"{name}.")), "")
+        name = parameter.name.rpartition(".")[0]
+        while name and name not in known:
+            name = name.rpartition(".")[0]
         found.setdefault(name, []).append(parameter)
     return found
 

@@ -5,12 +5,13 @@ Pure: candidates go in, forecasts come back from the functions it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.hardware.device import DeviceSpec
-from lightning_memfit.plan import Budget, Candidate, Forecast, PassedOver, Plan, PlanRequest
+from lightning_memfit.plan import Budget, Candidate, Forecast, Offload, PassedOver, Plan, PlanRequest
 from lightning_memfit.report.no_fit import no_fit_message
 from lightning_memfit.search.levers import TIERS, SearchSpace, Setting
 from lightning_memfit.search.reasons import (
@@ -35,6 +36,9 @@ CONTENDER_SHARE = 1.25
 NEARLY_FITS = 1.02
 """Where nothing of a tier is estimated to fit, its smallest is traced if it is estimated at up to this share of the
 budget."""
+PLACES: tuple[tuple[Offload, ...], ...] = (("never", "optimizer"), ("parameters",))
+"""What of a tier lies on the host, in the order in which it is looked at. Every forward and backward fetches parameters
+that lie there, so that they are worth it only where nothing else fits."""
 _LEVER_PAYS = 0.02
 _PRECISION_PAYS = 0.05
 _ENGINE_PAYS = 0.25
@@ -76,9 +80,10 @@ def search_plan(
     3. What fits is ranked by predicted seconds per optimizer step. A lever counts as faster only where it saves at
        least 2 % (a precision 5 %), so that nothing departs from the run as it is for less. Where seconds are not
        known, fewest recomputed FLOPs count, then fewest slices, then fewest departures. What keeps the optimizer on the
-       host comes after all that does not, and what keeps the parameters there too after that. Of several strategies
-       none but the plainest (DDP) is looked at where that fits with nothing divided or recomputed, and another engine
-       counts as faster from 25 % on; unless seconds include what is exchanged, fewest exchanged bytes count first.
+       host comes after all that does not, and what keeps the parameters there too is looked at only where nothing else
+       of the tier fits. Of several strategies none but the plainest (DDP) is looked at where that fits with nothing
+       divided or recomputed, and another engine counts as faster from 25 % on; unless seconds include what is
+       exchanged, fewest exchanged bytes count first.
     4. The first of the ranking are forecast by ``evaluate``, if ``estimate`` derived them; one that does not fit
        after all is searched again with the difference added.
 
@@ -135,6 +140,33 @@ def search_plan(
     return Found(plan=plan, contenders=tuple(finalists))
 
 
+def withheld_that_fits(
+    budget: Budget,
+    space: SearchSpace,
+    evaluate: Evaluate,
+    *,
+    estimate: Evaluate | None = None,
+    floor: Floor | None = None,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> Forecast | None:
+    """What fits of the ways that nobody asked for, confirmed; ``None`` if nothing of them does.
+
+    Args:
+        budget: what it may use.
+        space: what may be chosen; its :attr:`Considered.withheld` are searched, and nothing else.
+        evaluate: as in :func:`search_plan`, and so are the arguments after it.
+        estimate: candidate to quick forecast; by default ``evaluate``.
+        floor: candidate and budget to bytes that it needs at the least.
+        out_of_time: whether planning has used its time.
+    """
+    if not space.strategies.withheld:
+        return None
+    space = replace(space, strategies=replace(space.strategies, spreads=space.strategies.withheld))
+    search = _Search(budget.budget_bytes, space, evaluate, estimate or evaluate, floor or _no_floor, out_of_time)
+    found = next((found for tier in TIERS if (found := search.finalists(tier, 1))), [])
+    return found[0] if found else None
+
+
 @dataclass
 class _Search:
     budget_bytes: int
@@ -151,19 +183,30 @@ class _Search:
     ruled_out: dict[Spread, PassedOver] = field(default_factory=dict)
     """Ways to spread training of which every setting so far has a floor above the budget."""
     floors: dict[Setting, int] = field(default_factory=dict)
+    """Of each setting that recomputes least, and of those that recompute more with it."""
     cut_short: int = 0
 
     def finalists(self, tier: int, most: int) -> list[Forecast]:
         """The best of a tier, confirmed, fastest first; none if nothing of the tier fits."""
+        for looked_at, places in enumerate(PLACES, start=1):
+            found = self._finalists_of(tier, places, most)
+            if found:
+                self._pass_over_places(tier, PLACES[looked_at:])
+                return found
+        return []
+
+    def _finalists_of(self, tier: int, places: tuple[Offload, ...], most: int) -> list[Forecast]:
         for _ in range(1 + _MOST_RETRIES):
-            fitting = self._fitting(tier)
+            fitting = self._fitting(tier, places)
             confirmed = self._confirmed(fitting, most)
             if confirmed:
                 return confirmed
             if not fitting:
                 break  # otherwise estimates were too low: once more, with what they missed
         estimated = [
-            known for known in self.known.values() if known.candidate.harm_tier == tier and not known.confirmed
+            known
+            for known in self.known.values()
+            if known.candidate.harm_tier == tier and known.candidate.offload in places and not known.confirmed
         ]
         for nearest in sorted(estimated, key=_peak)[:_MOST_RETRIES]:
             if nearest.predicted_peak_bytes > NEARLY_FITS * self.budget_bytes:
@@ -197,16 +240,6 @@ class _Search:
             return min(fitting, key=self.score)
         return min(forecasts, key=lambda forecast: forecast.predicted_peak_bytes)
 
-    def withheld(self) -> Forecast | None:
-        """What would fit of the ways that nobody asked for, confirmed; ``None`` if nothing of them would."""
-        if not self.space.strategies.withheld:
-            return None
-        considered = replace(self.space.strategies, spreads=self.space.strategies.withheld)
-        space = replace(self.space, strategies=considered)
-        other = _Search(self.budget_bytes, space, self.evaluate, self.estimate, self.floor, self.out_of_time)
-        found = next((found for tier in TIERS if (found := other.finalists(tier, 1))), [])
-        return found[0] if found else None
-
     # Search
 
     def fits(self, forecast: Forecast) -> bool:
@@ -229,11 +262,14 @@ class _Search:
         sent = 0 if forecast.seconds_count_exchanges else forecast.exchanged_bytes or 0
         return (offloads, 0.0, float(sent), forecast.predicted_step_seconds * (1 + must_pay), *least)
 
-    def _fitting(self, tier: int) -> list[Forecast]:
+    def _settings(self, tier: int, places: tuple[Offload, ...]) -> Iterator[Setting]:
+        return (setting for setting in self.space.settings(tier) if setting.spread.offload in places)
+
+    def _fitting(self, tier: int, places: tuple[Offload, ...]) -> list[Forecast]:
         found: list[Forecast] = []
         undivided: set[Setting] = set()
         self.unneeded.clear()
-        for setting in self.space.settings(tier):
+        for setting in self._settings(tier, places):
             without = self._without_checkpointing(setting)
             if without in undivided:
                 self._pass_over_unneeded(setting)
@@ -268,13 +304,26 @@ class _Search:
                 return True
         return False
 
+    def _pass_over_places(self, tier: int, unseen: tuple[tuple[Offload, ...], ...]) -> None:
+        """Say once of each spread that keeps more on the host why it was not looked at."""
+        reason = "not forecast: a plan that keeps less on the host fits already"
+        first: dict[Spread, Setting] = {}
+        for setting in itertools.chain.from_iterable(self._settings(tier, places) for places in unseen):
+            first.setdefault(setting.spread, setting)
+        for setting in first.values():
+            candidate = self.space.candidate(setting, self.space.num_slices[0], zero_gradients_early=False)
+            self.unneeded.append(PassedOver(candidate=candidate, predicted_peak_bytes=None, reason=reason))
+
     def _whole_floor(self, setting: Setting) -> int:
         candidate = self.space.candidate(setting, self.space.num_slices[-1], zero_gradients_early=True)
         return self.floor(candidate, _ANY_BUDGET)
 
     def _is_ruled_out(self, setting: Setting) -> bool:
         candidate = self.space.candidate(setting, self.space.num_slices[-1], zero_gradients_early=True)
-        floor = self.floors[setting] = self.floor(candidate, self.budget_bytes)
+        alike = self._without_checkpointing(setting)  # what is recomputed does not change it
+        if alike not in self.floors:
+            self.floors[alike] = self.floor(candidate, self.budget_bytes)
+        floor = self.floors[alike]
         over = floor - self.budget_bytes
         if over <= 0:
             self.ruled_out.pop(setting.spread, None)
@@ -432,7 +481,14 @@ def _nothing_fits(
         slicing_reason=space.slicing_reason,
         checkpointing_reason=space.checkpointing_reason,
         states_reason=space.states_reason,
-        withheld=search.withheld(),
+        withheld=withheld_that_fits(
+            budget,
+            space,
+            search.evaluate,
+            estimate=search.estimate,
+            floor=search.floor,
+            out_of_time=search.out_of_time,
+        ),
     )
     over = beyond_the_host(best, space.host_budget_bytes)
     if over:

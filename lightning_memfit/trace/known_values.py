@@ -54,13 +54,13 @@ class KnownValues:
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operator ran on fakes: compute its values too, if those of all its arguments are known."""
-        tensors = list(tensors_in((args, kwargs)))
         if func._schema.is_mutable:
-            self._forget(tensors)
+            self._forget(tensors_in((args, kwargs)))
             return
         results = [out] if isinstance(out, torch.Tensor) else list(out) if isinstance(out, (list, tuple)) else []
         if not results or not all(isinstance(result, torch.Tensor) and _is_countable(result) for result in results):
             return
+        tensors = list(tensors_in((args, kwargs)))
         if not tensors and func not in _FACTORIES:
             return
         if any(tensor not in self._values for tensor in tensors):
@@ -70,7 +70,7 @@ class KnownValues:
         for fake, value in zip(results, [real] if isinstance(real, torch.Tensor) else real, strict=True):
             self._values[fake] = value
 
-    def _forget(self, written: list[torch.Tensor]) -> None:
+    def _forget(self, written: Iterable[torch.Tensor]) -> None:
         # Writing to a view changes what it is a view of.
         storages = {tensor.untyped_storage()._cdata for tensor in written if not tensor.is_floating_point()}
         if storages:

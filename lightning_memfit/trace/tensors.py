@@ -13,14 +13,21 @@ import torch
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and mappings (faster than a pytree for operator arguments)."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    # Into one list: generators inside generators take twice as long, and every operator asks several times.
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            _collect(item, found)
 
 
 def held_part(tensor: torch.Tensor) -> torch.Tensor:

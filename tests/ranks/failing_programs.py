@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_memfit import MemFit, planning, preparation
 from lightning_memfit.hardware.device import DeviceSpec
+from lightning_memfit.plan import Forecast
 from lightning_memfit.ranks import SeveralRanks
-from lightning_memfit.units import GIB
+from lightning_memfit.real_steps import Ran, RealSteps
+from lightning_memfit.units import GIB, MIB
 from tests.ranks.trainer_programs import Case, Net, data_of, net_of, plugin_of, weights_of
 
 SECONDS = 20
@@ -381,8 +383,32 @@ def run_all(rank: int) -> dict[str, str]:
         "batches": lambda: fit(net_of(case), loader=DataLoader(data_of(longer), batch_size=case.loader_batch_size)),
         "poorest": lambda: _with_less(rank),
         "too little": lambda: fit(Wide(), plugin=MemFit(budget="20MiB", cache_dir=None, verbose=False)),
+        "more than predicted": _needs_more_than_predicted,
     }
     return {name: _said(run) for name, run in runs.items()}
+
+
+UNSEEN_BYTES = 30 * MIB
+"""What every warm-up of such a run measures beside what was predicted."""
+
+
+def _needs_more_than_predicted() -> MemFit:
+    """A run that is predicted to fit under DDP, and measured not to, whatever its slices are."""
+    measured_for_real = RealSteps.warm_up
+
+    def measured_large(steps: RealSteps, forecast: Forecast, *, timed: bool) -> Ran:
+        ran = measured_for_real(steps, forecast, timed=timed)
+        assert ran.measurement is not None
+        peak = forecast.memory.peak_allocated_bytes + UNSEEN_BYTES
+        return dataclasses.replace(
+            ran, measurement=dataclasses.replace(ran.measurement, measured_peak_allocated_bytes=peak)
+        )
+
+    RealSteps.warm_up = measured_large  # type: ignore[method-assign]
+    try:
+        return fit(Wide(), plugin=MemFit(budget="48MiB", cache_dir=None, verbose=False))
+    finally:
+        RealSteps.warm_up = measured_for_real  # type: ignore[method-assign]
 
 
 def _said(run: Callable[[], Any]) -> str:

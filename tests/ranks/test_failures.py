@@ -105,11 +105,25 @@ def test_ranks_that_do_not_fit_are_told_which_other_strategy_would_and_what_it_n
 ) -> None:
     for rank in said:
         assert rank["too little"].startswith("NoFeasiblePlanError: No plan fits the budget of 20.00 MiB")
-        (line,) = [line for line in rank["too little"].splitlines() if "FSDP2" in line]
-        found = re.fullmatch(
-            r"  - FSDP2 \(ModelParallelStrategy\): ([0-9.]+) MiB on each device \(predicted: .*\)", line
-        )
-        assert found is not None and 12 < float(found[1]) <= 20  # half of 16 bytes for each parameter at the least
+        assert 12 < _mebibytes_of_fsdp2(rank["too little"]) <= 20  # half of 16 bytes for each parameter at the least
+
+
+def test_ranks_of_which_warm_ups_show_that_nothing_fits_are_told_so_too_by_what_was_measured(
+    said: list[dict[str, str]],
+) -> None:
+    for rank in said:
+        first = rank["more than predicted"].splitlines()[0]
+        assert first.startswith("NoFeasiblePlanError: No plan fits the budget of 48.00 MiB")
+        assert "(measured, allocated)" in first
+        # What was measured beside the forecast of DDP, 30 MiB, counts for the other strategy as well.
+        assert 30 + 15 < _mebibytes_of_fsdp2(rank["more than predicted"]) <= 48
+
+
+def _mebibytes_of_fsdp2(message: str) -> float:
+    (line,) = [line for line in message.splitlines() if "FSDP2" in line]
+    found = re.fullmatch(r"  - FSDP2 \(ModelParallelStrategy\): ([0-9.]+) MiB on each device \(predicted: .*\)", line)
+    assert found is not None
+    return float(found[1])
 
 
 def test_a_rank_that_fails_in_a_slice_ends_the_others_that_wait_for_its_gradients() -> None:

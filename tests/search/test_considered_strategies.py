@@ -10,7 +10,7 @@ from lightning_memfit.errors import ConfigurationError, NoFeasiblePlanError
 from lightning_memfit.hardware.device import DeviceSpec
 from lightning_memfit.plan import BatchSplit, Budget, Candidate, Forecast, MemoryBreakdown, Plan, PlanRequest
 from lightning_memfit.search.levers import search_space
-from lightning_memfit.search.planner import search_plan
+from lightning_memfit.search.planner import Evaluate, Found, search_plan
 from lightning_memfit.search.strategies import ONE_DEVICE, Considered, considered_strategies
 
 SIZES = (1000, 16)
@@ -176,6 +176,18 @@ def evaluate(candidate: Candidate) -> Forecast:
 
 
 def planned(budget: int, offload: Any, *, host: int | None = None, precision: Any = "32-true") -> Plan:
+    return search(budget, offload, evaluate, host=host, precision=precision).plan
+
+
+def search(
+    budget: int,
+    offload: Any,
+    evaluate: Evaluate,
+    *,
+    host: int | None = None,
+    precision: Any = "32-true",
+    contenders: int = 1,
+) -> Found:
     request = PlanRequest(offload=offload, precision=precision)
     whole = BatchSplit(effective_batch_size=16, loader_batch_size=16, slice_sizes=(16,))
     space = search_space(
@@ -186,7 +198,7 @@ def planned(budget: int, offload: Any, *, host: int | None = None, precision: An
         host_budget_bytes=host,
     )
     formed = Budget(budget_bytes=budget, capacity_bytes=2**40, headroom_bytes=0, non_torch_bytes=0, reason="as given")
-    return search_plan(request, DEVICE, formed, space, evaluate).plan
+    return search_plan(request, DEVICE, formed, space, evaluate, contenders=contenders)
 
 
 def reason(plan: Plan, lever: str) -> str:
@@ -210,11 +222,34 @@ def test_stage_3_is_taken_where_stage_2_does_not_fit() -> None:
     assert plan.candidate.sharding is not None and plan.candidate.sharding.zero_stage == 3
 
 
+NOT_LOOKED_AT = "not forecast: a plan that keeps less on the host fits already"
+
+
+def told_of_parameters(plan: Plan) -> list[str]:
+    return [each.reason for each in plan.passed_over if each.candidate.offload == "parameters"]
+
+
+@pytest.mark.parametrize(("budget", "looked_at"), [(1000, False), (200, False), (159, True), (50, True)])
+def test_parameters_on_the_host_are_forecast_only_where_nothing_else_fits(budget: int, looked_at: bool) -> None:
+    asked: list[Candidate] = []
+
+    def heard(candidate: Candidate) -> Forecast:
+        asked.append(candidate)
+        return evaluate(candidate)
+
+    try:
+        found = search(budget, "auto", heard, contenders=3)
+    except NoFeasiblePlanError as error:
+        assert budget == 50 and "optimizer and parameters on the host (60 B)" in str(error)
+    else:
+        assert all((each.candidate.offload == "parameters") == looked_at for each in found.contenders)
+    assert any(candidate.offload == "parameters" for candidate in asked) == looked_at
+
+
 def test_parameters_leave_only_where_nothing_fits_with_the_optimizer_alone_on_the_host() -> None:
     with_optimizer = planned(200, "auto")  # ZeRO-3 with slices; the parameters' would fit, undivided and faster
     assert with_optimizer.candidate.offload == "optimizer"
-    reasons = {each.reason for each in with_optimizer.passed_over if each.candidate.offload == "parameters"}
-    assert "fits, but moves the parameters to the host, which the plan does without" in reasons
+    assert told_of_parameters(with_optimizer) == [NOT_LOOKED_AT]
     plan = planned(159, "auto")  # one sample needs 160 in ZeRO-3
     assert plan.candidate.offload == "parameters" and plan.candidate.harm_tier == 2
     assert reason(plan, "offload") == (
@@ -233,11 +268,9 @@ def test_what_fits_without_the_host_is_the_plan_that_it_was() -> None:
 def test_within_one_tier_the_host_is_the_last_resort_however_fast_it_looks() -> None:
     plan = planned(1400, "auto", precision="bf16-true")  # of tier 2 by itself; 4 slices of 4 samples
     assert plan.candidate.offload == "never" and plan.split.num_slices == 4
-    reasons = {each.reason for each in plan.passed_over if each.candidate.offload != "never"}
-    assert reasons == {
-        f"fits, but moves {moved} to the host, which the plan does without"
-        for moved in ("the optimizer", "optimizer and parameters")
-    }
+    reasons = {each.reason for each in plan.passed_over if each.candidate.offload == "optimizer"}
+    assert reasons == {"fits, but moves the optimizer to the host, which the plan does without"}
+    assert told_of_parameters(plan) == [NOT_LOOKED_AT]
 
 
 def test_an_error_says_that_offload_would_help_only_where_it_is_predicted_to_fit() -> None:
