@@ -24,6 +24,7 @@ from lightning_memfit.batch_functions import BatchFunctions
 from lightning_memfit.errors import NoFeasiblePlanError
 from lightning_memfit.hardware.measure_rates import forget_rates
 from lightning_memfit.kept_plans import KeptCorrections, KeptPlan
+from lightning_memfit.observe.old_objects import frozen_objects_counted_once
 from lightning_memfit.observe.random_state import random_state_kept
 from lightning_memfit.plan import Candidate, Measurement, Plan, PlanRequest
 from lightning_memfit.planning import Announce, Planning
@@ -121,7 +122,7 @@ class FitSession:
         if self._ranks.is_leader and self.trainer.strategy.root_device.type == "cpu":
             self._probers.start()
         announce("looking at the batches")
-        with random_state_kept(), ExitStack() as ending:
+        with random_state_kept(), frozen_objects_counted_once(), ExitStack() as ending:
             ending.callback(self._probers.leave_gpu)  # before the module is moved there
             looked = self._ranks.each(self._look, doing="looking at batches and device", tell=Preparation.facts)
             self._prepared = replace(looked.own, saved_precision=to_restore.precision)
@@ -337,7 +338,8 @@ class FitSession:
         planning.announce = announce
         proving = Proving(planning, steps, validation)
         try:
-            plan, self.measurement = proving.prove(self._chosen, report)
+            with frozen_objects_counted_once():
+                plan, self.measurement = proving.prove(self._chosen, report)
         except NoFeasiblePlanError:
             self._forget_kept_plan()
             raise

@@ -20,6 +20,7 @@ from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.errors import BatchStructureError, TraceError, UnsupportedError
 from lightning_memfit.fingerprint import optimizer_words
 from lightning_memfit.observe.lone_rank import without_other_ranks
+from lightning_memfit.observe.old_objects import old_objects_at_rest
 from lightning_memfit.plan import BatchSplit, Candidate, Forecast, MemoryBreakdown, Precision
 from lightning_memfit.predict.ddp import bucket_sizes
 from lightning_memfit.predict.memory import predict_memory
@@ -41,7 +42,6 @@ from lightning_memfit.search.checkpointing import find_repeated_blocks
 from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import HostTarget, Prober, Target
 from lightning_memfit.trace.closure_step import trace_closure_step
-from lightning_memfit.trace.faked_step import old_objects_at_rest
 from lightning_memfit.trace.flat_step import trace_flat_steps
 from lightning_memfit.trace.gradient_scaling import with_scaled_loss
 from lightning_memfit.trace.op_probe import Probes

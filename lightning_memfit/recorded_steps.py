@@ -13,13 +13,13 @@ import torch
 from lightning_memfit.apply.model_switches import switch_models
 from lightning_memfit.batch_tree import batch_size_of, split_by_sizes
 from lightning_memfit.errors import BatchStructureError, TraceError
+from lightning_memfit.observe.old_objects import old_objects_at_rest
 from lightning_memfit.plan import BatchSplit, Candidate, Precision, balanced_slices
 from lightning_memfit.predict.micro_batch_scaling import NotDerivableError
 from lightning_memfit.predict.variants import StepVariants, Variant
 from lightning_memfit.sharding import GroupPrecision
 from lightning_memfit.shared_work import SharedWork, probes_key
 from lightning_memfit.targets import Prober
-from lightning_memfit.trace.faked_step import old_objects_at_rest
 from lightning_memfit.trace.op_probe import Probes
 from lightning_memfit.trace.recording import record_window
 from lightning_memfit.trace.step_program import StepProgram

@@ -33,10 +33,14 @@ def used_files(definitions: Iterable[Any]) -> Iterator[str]:
     Files are followed from one to the next by what their namespaces hold: modules, functions and classes of others.
     """
     waiting, seen = [sys.modules.get(str(getattr(each, "__module__", ""))) for each in definitions], set()
+    known: dict[int, ModuleType] = {}  # thousands of names lead to a few modules, and asking for a file is slow
     while waiting:
         module = waiting.pop()
-        path = None if module is None else file_of(module)
-        if module is None or path is None or path in seen or is_of_a_library(path):
+        if module is None or id(module) in known:
+            continue
+        known[id(module)] = module
+        path = file_of(module)
+        if path is None or path in seen or is_of_a_library(path):
             continue
         seen.add(path)
         yield f"{path.name} {path.read_text(encoding='utf-8', errors='replace')}"

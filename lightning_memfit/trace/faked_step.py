@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import threading
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.batch_tree import tensors_of
 from lightning_memfit.errors import TraceError
+from lightning_memfit.observe.old_objects import old_objects_at_rest
 from lightning_memfit.observe.snapshot import take_snapshot
 from lightning_memfit.observe.uncompiled import uncompiled
 from lightning_memfit.observe.unlogged import unlogged
@@ -81,19 +81,6 @@ def _nothing_logged() -> Iterator[None]:
     finally:
         torchs.disabled = before[0]
         transformers.setLevel(before[1])
-
-
-@contextmanager
-def old_objects_at_rest() -> Iterator[None]:
-    """Garbage collections look at new objects only: a trace makes many, and those before it are as many again."""
-    if gc.get_freeze_count():  # someone else's, which cannot be told apart afterwards
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class TracingObserver:
