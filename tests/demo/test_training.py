@@ -114,6 +114,7 @@ def test_a_path_that_was_not_given_is_named() -> None:
     require_every_value(OmegaConf.create({"data": compose_app("data=stdlib_text").data}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "budget_mib", "learnt"),
     [("vit on digits", 10, "nats per image"), ("gpt-2 on files", 4, "nats per byte")],

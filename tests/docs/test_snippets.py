@@ -33,6 +33,9 @@ RUN_ELSEWHERE = {
 FILES_OF_ANOTHER_PAGE = {"README.md": "docs/command-line.md", "docs/sweeps.md": "docs/quick-start-hydra.md"}
 """Pages whose commands use the files that another page shows."""
 
+LONG = {"docs/command-line.md", "docs/sweeps.md"}
+"""Pages whose commands take half a minute and more."""
+
 WITH_THE_REPOSITORYS_CONFIG = {"docs/command-line.md"}
 """Pages whose commands are typed at the root of the repository: they find its ``conf`` there."""
 
@@ -78,7 +81,9 @@ def follow(reader: PageRun, page: str, text: str) -> None:
         reader.follow(block)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in LONG else []) for page in PAGES]
+)
 def test_what_a_page_shows_is_what_happens(page: str, reader: PageRun) -> None:
     follow(reader, page, read(page))
 

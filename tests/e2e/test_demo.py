@@ -37,7 +37,7 @@ def run_main_job(folder: Path, budget: str) -> subprocess.CompletedProcess[str]:
         pytest.param(400, False, 0, marks=pytest.mark.slow),
         pytest.param(150, True, 0, marks=pytest.mark.slow),
         (56, True, 0),
-        (40, True, 1),
+        pytest.param(40, True, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_measured_peak_is_within_the_budget_with_the_same_effective_batch(

@@ -291,6 +291,7 @@ def run(folder: Path, marker: str, how: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_twin_is_killed_while_it_plans_finishes_and_the_cache_is_whole(tmp_path: Path) -> None:
     dying = run(tmp_path, "dying", "slow")
     living = None

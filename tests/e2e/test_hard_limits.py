@@ -38,6 +38,7 @@ def train(folder: Path, mode: str, how: str, size: int, *library: str) -> dict[s
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 def test_under_the_demos_budget_plain_lightning_runs_out_of_memory_and_memfit_trains(tmp_path: Path) -> None:
     library = str(build_allocator())

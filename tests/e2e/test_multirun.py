@@ -192,6 +192,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.slow
 def test_equal_jobs_at_the_same_time_plan_once(sweep: Path, programs_cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     # A learning rate makes no other plan; of this budget nothing is kept yet.

@@ -196,6 +196,7 @@ def test_a_wrong_key_is_told(newcomer: ForkedPrograms, tmp_path: Path) -> None:
     assert "'budget'" in added.stderr  # the one that was meant
 
 
+@pytest.mark.slow
 def test_two_budgets_of_a_multirun_train_under_a_plan_each(
     newcomer: ForkedPrograms, programs_cache: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -102,3 +104,5 @@ if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     result = getattr(importlib.import_module(module), name)(rank)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    if dist.is_initialized():  # else its threads may still run while Python ends, which then aborts
+        dist.destroy_process_group()

@@ -14,6 +14,8 @@ from tests.ranks.launch import results, run_on_ranks
 from tests.ranks.policy_programs import DIVIDED, run_cases
 from tests.ranks.trainer_programs import net_of, one_process
 
+pytestmark = pytest.mark.slow
+
 Weights = Mapping[str, torch.Tensor]
 
 

@@ -35,7 +35,7 @@ ENDS = "task=trains,fails,does not fit,skips,leaves,untraceable"
 STATUSES = ["completed", "failed", "does not fit", "does not fit", "failed", "completed"]
 
 
-@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+@pytest.mark.parametrize("launcher", ["basic", pytest.param("joblib", marks=pytest.mark.slow)])
 def test_every_job_ends_in_a_record_and_failed_ones_are_named_at_the_end(
     application: Application, launcher: str
 ) -> None:
@@ -157,6 +157,7 @@ memfit:
 """
 
 
+@pytest.mark.slow
 def test_a_real_application_is_forecast_trained_and_measured(tmp_path: Path) -> None:
     application = Application(tmp_path / "trained", TRAINING, TRAINED)
     (application.folder / "text.txt").write_text("the quick brown fox\n" * 200)
