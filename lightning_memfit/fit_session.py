@@ -338,8 +338,7 @@ class FitSession:
         planning.announce = announce
         proving = Proving(planning, steps, validation)
         try:
-            with frozen_objects_counted_once():
-                plan, self.measurement = proving.prove(self._chosen, report)
+            plan, self.measurement = proving.prove(self._chosen, report)
         except NoFeasiblePlanError:
             self._forget_kept_plan()
             raise

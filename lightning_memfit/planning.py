@@ -19,6 +19,7 @@ from lightning_memfit.preparation import Preparation
 from lightning_memfit.run_space import cpu_adam_obstacle, space_of
 from lightning_memfit.search.levers import SearchSpace
 from lightning_memfit.search.planner import MOST_CONTENDERS, Found, search_plan, withheld_that_fits
+from lightning_memfit.slice_guard import COMPARING
 from lightning_memfit.validate.verdict import expected_correction
 
 BUDGET_SHARE = 0.05
@@ -340,7 +341,7 @@ class Planning:
             self.space = self._space_given(self._obstacle)
 
     def _obstacle_to_slices_of(self, micro_batch_size: int) -> str | None:
-        self.announce("comparing slices with the undivided batch")
+        self.announce(COMPARING)
         compare = self._compare_slices or self.prepared.guard.compare_slices
         return compare(micro_batch_size)
 

@@ -271,11 +271,12 @@ class MemFit(DelegatingPrecision, Precision):  # type: ignore[misc, override]  #
     def teardown(self) -> None:
         """Take everything back at the end of a fit, also of one that failed."""
         try:
-            explain_folder(sys.exc_info()[1])
             self._end()
         finally:
             self._trainer = None
             super().teardown()
+            if not self.is_off:
+                explain_folder(sys.exc_info()[1])
 
     def _begin(self, trainer: Any, module: Any) -> None:
         self._session = session = FitSession(

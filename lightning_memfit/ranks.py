@@ -20,7 +20,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -38,6 +38,7 @@ ALIKE_WITHIN = datetime.timedelta(seconds=30)
 """How long a rank that failed waits for the others to fail at the same place; at most half the strategy's time-out.
 They took part in the same collectives before: only what one rank computes between two of them lies between them."""
 _BROKEN = ("gloo/transport", "gloo::", "nccl error", "connection closed by peer", "connection reset by peer")
+_GAVE_UP = "not waiting any more"
 _groups = itertools.count()  # every rank forms them in the same order, so that their numbers agree
 
 
@@ -478,12 +479,14 @@ class SeveralRanks:
     def _all_failed_at(self, place: str) -> bool:
         self._caught += 1
         names = [f"memfit/place/{self._number}/{self._caught}/{rank}" for rank in range(self.count)]
+        store = _store()
         try:
-            store = _store()
             store.set(names[self.index], place)
             store.wait(names, min(ALIKE_WITHIN, self._timeout / 2))
             return all(store.get(name).decode() == place for name in names)
         except RuntimeError:  # one of them is not there in time, or the store ended with rank 0
+            with suppress(RuntimeError):
+                store.set(names[self.index], _GAVE_UP)  # for one that comes later
             return False
 
     @property

@@ -187,7 +187,13 @@ class RealSteps:
             found = _not_compiled(error)
         else:
             return None
-        module = self._prepared.module
+        sharding, module = self._prepared.sharding, self._prepared.module
+        if sharding is not None and sharding.engine == "deepspeed":
+            error.add_note(
+                "MemFit does not plan again: DeepSpeed's engine cannot leave a backward that has begun. Set "
+                "MemFit(activation_checkpointing='none')."
+            )
+            return None
         self._ranks.alike(error, f"{type(error).__name__}, under way: {underway(module)}", doing=WARMING_UP)
         start_anew(module)
         return found

@@ -134,46 +134,49 @@ def checkpoint_to_restore(trainer: Any, precision: Precision | None) -> ToRestor
 
 
 def explain_folder(error: BaseException | None) -> None:
-    """Add to the error of a run that could not open its checkpoint what is there, if that is a folder.
+    """Add to the error of a fit that could not open its checkpoint, a folder, what that is and what to do.
 
     Args:
         error: the one that ended the run; ``None`` if none did.
     """
-    failed = run_that_failed(error) if isinstance(error, OSError) else None
-    if error is None or failed is None or not Path(failed[1]).is_dir():
+    failed = run_that_failed(error) if isinstance(error, IsADirectoryError) else None
+    if not isinstance(error, IsADirectoryError) or failed is None or error.filename is None:
         return
     trainer, path = failed
-    if trainer.strategy.restore_checkpoint_after_setup:  # looked at before planning
+    is_told = trainer.strategy.restore_checkpoint_after_setup or hasattr(error, "__notes__")
+    if is_told or trainer.state.fn != "fit" or Path(error.filename).resolve() != Path(path).resolve():
         return
     run = ResumingRun(
         namespace=namespace_of(trainer), ranks=trainer.world_size, reads_one_file=type(trainer.strategy).__name__
     )
     try:
-        check_layout(layout_of(path), run)
+        check_layout(layout_of(path, weights_only=True), run)
     except CheckpointFormatError as refused:
         error.add_note(f"MemFit: {refused}")
-    except OSError:  # the folder cannot be read, which is what the error itself is about
+    except Exception:  # files of anybody's may be there; the error itself stands without a note
         return
 
 
-def layout_of(path: str) -> CheckpointLayout:
+def layout_of(path: str, *, weights_only: bool | None = None) -> CheckpointLayout:
     """What lies at a path.
 
     Args:
         path: on a local disk.
+        weights_only: whether files must hold nothing but tensors and plain data; by default they are read as the
+            engine reads them soon after.
     """
     place = Path(path)
     if place.is_file():
-        header = _header(place, weights_only=None)
+        header = _header(place, weights_only=weights_only)
         return CheckpointLayout(
             path=path, kind="file", is_quantised=_has_quantised_states(header), carried=_carried(header)
         )
     if (place / "meta.pt").is_file():
         written = {match[1] for each in place.iterdir() if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", each.name))}
-        carried = _carried(_header(place / "meta.pt", weights_only=None))
+        carried = _carried(_header(place / "meta.pt", weights_only=weights_only))
         return CheckpointLayout(path=path, kind="sharded", ranks=len(written) or None, carried=carried)
     if (place / "checkpoint").is_dir():
-        return _deepspeed_layout(path)
+        return _deepspeed_layout(path, weights_only=False if weights_only is None else weights_only)
     return CheckpointLayout(path=path, kind="folder" if place.is_dir() else "missing")
 
 
@@ -221,7 +224,7 @@ def _run_of(trainer: Any, precision: Precision | None) -> ResumingRun:
     )
 
 
-def _deepspeed_layout(path: str) -> CheckpointLayout:
+def _deepspeed_layout(path: str, *, weights_only: bool) -> CheckpointLayout:
     place = Path(path)
     tags = tuple(tag for tag in ("latest", "latest_universal") if (place / tag).is_file())
     inside = place / ((place / tags[0]).read_text().strip() if tags else "checkpoint")
@@ -229,7 +232,7 @@ def _deepspeed_layout(path: str) -> CheckpointLayout:
         sorted(inside.glob(f"{name}_model_states.pt")) for name in ("mp_rank_*", "zero_pp_rank_0_mp_rank_*")
     )
     models = [*whole, *parts]  # of both kinds where a run of another stage saved over an older checkpoint
-    header = _header(models[0], weights_only=False) if bool(whole) != bool(parts) else {}
+    header = _header(models[0], weights_only=weights_only) if bool(whole) != bool(parts) else {}
     config = header.get("ds_config")
     config = config if isinstance(config, dict) else {}
     ranks = header.get("dp_world_size")
@@ -257,7 +260,7 @@ def _header(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
     Args:
         path: of a file.
-        weights_only: as the engine reads the same file soon after.
+        weights_only: whether it must hold nothing but tensors and plain data; ``None`` is torch's default.
     """
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)

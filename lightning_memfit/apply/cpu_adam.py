@@ -65,9 +65,12 @@ def find_cpu_adam(*, seconds: float = DEFAULT_SECONDS) -> CpuAdam:
             build on another machine is waited for.
     """
     folder = extensions_folder()
-    if folder not in _found:
-        _found[folder] = _try(folder, seconds)
-    return _found[folder]
+    if folder in _found:
+        return _found[folder]
+    found, may_change = _try(folder, seconds)
+    if not may_change:
+        _found[folder] = found
+    return found
 
 
 def forget_cpu_adam() -> None:
@@ -90,7 +93,8 @@ def extensions_folder() -> Path:
     return Path(get_default_build_root()) / f"py{version.major}{version.minor}{sys.abiflags}_{device}"
 
 
-def _try(folder: Path, seconds: float) -> CpuAdam:
+def _try(folder: Path, seconds: float) -> tuple[CpuAdam, bool]:
+    """What a try finds, and whether the next may find something else: a build on another machine comes to its end."""
     begin = time.monotonic()
     lock = folder / _EXTENSION / "lock"
     blocked = _clear(lock)
@@ -99,7 +103,13 @@ def _try(folder: Path, seconds: float) -> CpuAdam:
         blocked = _clear(lock)
     if blocked is not None:
         waited = f" It was waited for {seconds:.0f} s." if blocked.may_end else ""
-        return CpuAdam(works=False, reason=f"{blocked.reason}{waited}", seconds=time.monotonic() - begin)
+        reason = f"{blocked.reason}{waited}"
+        return CpuAdam(works=False, reason=reason, seconds=time.monotonic() - begin), blocked.may_end
+    return _built(lock, seconds), False
+
+
+def _built(lock: Path, seconds: float) -> CpuAdam:
+    begin = time.monotonic()
     code, words = _run(seconds)
     taken = time.monotonic() - begin
     if code == 0:

@@ -48,6 +48,7 @@ class ZeroExchange:
         Raises:
             UnsupportedError: if the engine's accumulation is not one that can be told.
         """
+        self._forget_factor()  # of a step that was left out: the backward would multiply by its scale
         engine = engine_of(self._strategy)
         trainer = self._strategy.lightning_module.trainer
         engine.set_gradient_accumulation_boundary(is_last and not trainer.fit_loop._should_accumulate())
@@ -69,7 +70,7 @@ class ZeroExchange:
         """Multiply all gradients of the step at hand, wherever the engine keeps them.
 
         It divides them by the loss scale while it steps, and takes the clipped norm of what comes out: for this one
-        step the scale is another. Where no step follows, the next call's factor takes the place of this one's.
+        step the scale is another. Where no step follows, the next slice is multiplied as ever.
 
         Args:
             optimizer: of no interest: the gradients are the engine's.

@@ -258,15 +258,14 @@ def start_anew(module: nn.Module) -> None:
         UnsupportedError: if this release of torch has no way to.
     """
     left = underway(module)
-    if not left:
-        return
     for root in (part for part in module.modules() if is_sharded(part) and part._get_fsdp_state()._is_root):
-        if not hasattr(root, "reset_iter_state"):
+        if hasattr(root, "reset_iter_state"):
+            root.reset_iter_state()  # also what belongs to no group: which of them were reached
+        elif left:
             raise UnsupportedError(
                 f"torch {torch.__version__} has no FSDPModule.reset_iter_state, by which parameters are let go that an "
                 f"error left in the midst of a step: {left}. Repair what raised the error, or use torch 2.13."
             )
-        root.reset_iter_state()
 
 
 # What torch knows of a sharded module

@@ -38,7 +38,7 @@ NEARLY_FITS = 1.02
 budget."""
 PLACES: tuple[tuple[Offload, ...], ...] = (("never", "optimizer"), ("parameters",))
 """What of a tier lies on the host, in the order in which it is looked at. Every forward and backward fetches parameters
-that lie there, so that they are worth it only where nothing else fits."""
+that lie there, so that they are worth it only where nothing else of the tier fits."""
 _LEVER_PAYS = 0.02
 _PRECISION_PAYS = 0.05
 _ENGINE_PAYS = 0.25

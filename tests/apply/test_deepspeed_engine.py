@@ -90,6 +90,8 @@ def test_a_factor_whose_step_was_left_out_is_not_that_of_the_next() -> None:
     exchange = ZeroExchange(strategy_with(engine))
     before = dict(vars(engine))
     exchange.rescale(None, 2.0)
+    with exchange.around_slice(is_last=True):  # whose backward multiplies by the engine's own scale
+        assert engine.optimizer.loss_scale == 8.0 and not engine.optimizer.custom_loss_scaler
     exchange.rescale(None, 4.0)
     engine.step()
     engine.step()

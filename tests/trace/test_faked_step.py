@@ -21,6 +21,7 @@ def test_the_module_is_fake_within_and_itself_again_when_the_body_raises(capsys:
     tracer = StepTracer(names_of(module))
     with pytest.raises(KeyError), faked_step(module, FakeTensors(new_fake_mode()), tracer):
         assert module[0].weight is not weight
+        assert gc.get_freeze_count() > 0  # what was there before is no garbage of the trace
         module.left_behind = 1
         print("not shown")
         module(torch.zeros(2, 4))
