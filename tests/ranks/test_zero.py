@@ -72,7 +72,7 @@ def test_where_deepspeeds_adam_cannot_be_built_torchs_steps_on_the_host_and_the_
     plan = ranks[0]["cannot be built"]["plan"]
     assert plan.candidate.offload == "optimizer" and plan.candidate.optimizer_implementation == "as-configured"
     reason = next(each.reason for each in plan.choices if each.lever == "optimizer_implementation")
-    assert "was left by a build that nobody here runs" in reason and "offload with an optimizer of torch" in reason
+    assert "the try ended with code 1" in reason and "offload with an optimizer of torch" in reason
     assert next(each.reason for each in plan.choices if each.lever == "offload").startswith("tier 2: as given; ")
 
 
@@ -80,7 +80,7 @@ def test_a_plan_that_was_made_where_it_could_be_built_is_refused_where_it_cannot
     for rank in ranks:
         message = rank["cannot be built"]["given"]
         assert message.startswith("The plan given as plan= steps the optimizer on the host with DeepSpeed's Adam, but ")
-        assert "was left by a build that nobody here runs" in message
+        assert "the try ended with code 1" in message
         assert message.endswith("Leave plan= out to plan anew.")
 
 
