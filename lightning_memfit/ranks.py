@@ -1,8 +1,7 @@
 """What the processes of one run tell each other beside training: one plan, one verdict, one error, and no deadlock.
 
 Adapter for ``torch.distributed``: a group of its own over gloo, so that nothing mixes with the engine's collectives;
-``torch.distributed.distributed_c10d._get_default_store`` for the note that a failing rank leaves, and for the places
-at which ranks failed.
+``distributed_c10d._get_default_store`` for what a failing rank leaves there (``rank_notes.py``).
 
 Every exchange carries a value or an error, pickled, with every tensor on the host: one on an accelerator would be
 unpickled on the device of the rank that sends it. Work that may fail on one rank alone is run in :meth:`Ranks.each`,
@@ -20,7 +19,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,17 +27,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_memfit.errors import MemFitError, RankFailedError, first_line
+from lightning_memfit.rank_notes import ALIKE_WITHIN, RankNotes
 from lightning_memfit.units import format_seconds
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 """How long a rank waits for the others where the strategy says nothing; torch's own default for gloo and NCCL."""
-ALIKE_WITHIN = datetime.timedelta(seconds=30)
-"""How long a rank that failed waits for the others to fail at the same place; at most half the strategy's time-out.
-They took part in the same collectives before: only what one rank computes between two of them lies between them."""
 _BROKEN = ("gloo/transport", "gloo::", "nccl error", "connection closed by peer", "connection reset by peer")
-_GAVE_UP = "not waiting any more"
 _groups = itertools.count()  # every rank forms them in the same order, so that their numbers agree
 
 
@@ -223,8 +219,7 @@ class SeveralRanks:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self._timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._number = next(_groups)
-        self._caught = self._got_over = 0
+        self._notes = RankNotes(_store, number=next(_groups), index=self.index, count=self.count)
         self._unlike: Exception | None = None
         self._together: Together = _NOTHING
         self._is_alone = False
@@ -385,7 +380,7 @@ class SeveralRanks:
         except RankFailedError:
             raise
         except Exception as error:
-            note = self._note()
+            note = self._notes.read()
             if is_broken_collective(error):
                 rank, why = note or (None, "it ended, or did not answer in time, and its own message says why")
                 who = "another rank" if rank is None else f"rank {rank}"
@@ -393,7 +388,7 @@ class SeveralRanks:
                 self._known.append(told)
                 raise told from error
             if note is None:
-                self._leave_note(_failure_of(error).words)
+                self._notes.leave(_failure_of(error).words)
             self._known.append(error)
             raise
 
@@ -401,8 +396,8 @@ class SeveralRanks:
         """Return if every rank failed at the same place, so that all may go on; else raise the error.
 
         A rank that failed alone cannot go on: the others wait in a collective that it has left, and come to no meeting.
-        So it says where it failed, and waits for them to do so for :data:`ALIKE_WITHIN`. What was told of an error that
-        all got over is no longer told of the next.
+        So it says where it failed, and waits for them to do so (``rank_notes.ALIKE_WITHIN``). What was told of an error
+        that all got over is no longer told of the next.
 
         Args:
             error: what was caught, within :meth:`failing`, by which the others are told where it is raised again, or
@@ -417,8 +412,7 @@ class SeveralRanks:
             return
         if error is self._unlike or is_broken_collective(error):
             raise error
-        if self._all_failed_at(place):
-            self._got_over += 1
+        if self._notes.all_failed_at(place, within=min(ALIKE_WITHIN, self._timeout / 2)):
             self._known = [known for known in self._known if known is not error]
             return
         self._unlike = error
@@ -465,7 +459,7 @@ class SeveralRanks:
         except RuntimeError as error:
             if not is_broken_collective(error):
                 raise
-            note = self._note()
+            note = self._notes.read()
             who, why = ("another rank", "") if note is None else (f"rank {note[0]}", f": {note[1]}")
             failed = RankFailedError(
                 f"{who} did not come to an exchange of MemFit while {doing}{why}. It ended, or did not answer within "
@@ -475,41 +469,6 @@ class SeveralRanks:
             )
             self._known.append(failed)
             raise failed from error
-
-    def _all_failed_at(self, place: str) -> bool:
-        self._caught += 1
-        names = [f"memfit/place/{self._number}/{self._caught}/{rank}" for rank in range(self.count)]
-        store = _store()
-        try:
-            store.set(names[self.index], place)
-            store.wait(names, min(ALIKE_WITHIN, self._timeout / 2))
-            return all(store.get(name).decode() == place for name in names)
-        except RuntimeError:  # one of them is not there in time, or the store ended with rank 0
-            with suppress(RuntimeError):
-                store.set(names[self.index], _GAVE_UP)  # for one that comes later
-            return False
-
-    @property
-    def _note_name(self) -> str:
-        """Another behind each error that all ranks got over: its note stays, and nobody reads it any more."""
-        return f"memfit/failed/{self._number}/{self._got_over}"
-
-    def _leave_note(self, words: str) -> None:
-        try:
-            _store().set(self._note_name, pickle.dumps((self.index, words)))
-        except RuntimeError:  # the store ends with rank 0
-            return
-
-    def _note(self) -> tuple[int, str] | None:
-        """Which rank failed first, and how; ``None`` if none left a note."""
-        try:
-            store = _store()
-            if not store.check([self._note_name]):
-                return None
-            rank, words = pickle.loads(store.get(self._note_name))
-        except RuntimeError:
-            return None
-        return rank, words
 
 
 class _HostPickler(pickle.Pickler):

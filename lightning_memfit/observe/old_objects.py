@@ -30,7 +30,7 @@ def old_objects_at_rest() -> Iterator[None]:
 
 @contextmanager
 def frozen_objects_counted_once() -> Iterator[None]:
-    """Within it, whether someone else froze objects is not asked again: Python counts them, 50 ms for a million."""
+    """Within it, whether someone else froze objects is not asked again: Python counts them one by one."""
     with _told(_are_at_rest()):
         yield
 

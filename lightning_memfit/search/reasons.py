@@ -43,10 +43,8 @@ def reason_passed_over(
     if mine.harm_tier > taken.harm_tier:
         return f"fits, but is of harm tier {mine.harm_tier} where tier {taken.harm_tier} fits"
     if mine.kept_on_host > taken.kept_on_host:
-        moved = "the optimizer" if mine.offload == "optimizer" else "the parameters"
-        if mine.kept_on_host - taken.kept_on_host == 2:
-            moved = "optimizer and parameters"
-        return f"fits, but moves {moved} to the host, which the plan does without"
+        # Parameters are looked at there only where nothing else of the tier fits.
+        return "fits, but moves the optimizer to the host, which the plan does without"
     seconds, fastest = other.predicted_step_seconds, chosen.predicted_step_seconds
     sends_more = (other.exchanged_bytes or 0) > (chosen.exchanged_bytes or 0)
     if sends_more and not other.seconds_count_exchanges:

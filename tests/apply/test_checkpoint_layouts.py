@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader
 
 from lightning_memfit import MemFit
@@ -303,12 +304,13 @@ def test_the_path_is_known_in_set_up_where_the_checkpoint_is_restored_after_it(
 # A folder where one file is read: Lightning fails before MemFit is asked
 
 
-def fit_from(path: Path, namespace: str, **settings: Any) -> None:
+def fit_from(path: Path, namespace: str, checkpoint_io: Any = None) -> None:
     pl = importlib.import_module(namespace)
 
     trainer = pl.Trainer(
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
-        enable_model_summary=False, default_root_dir=path.parent, plugins=[MemFit(verbose=False)], **settings,
+        enable_model_summary=False, default_root_dir=path.parent,
+        plugins=[MemFit(verbose=False), *([] if checkpoint_io is None else [checkpoint_io])],
     )  # fmt: skip
     trainer.fit(line_of(pl), DataLoader(torch.ones(4, 2), batch_size=2), ckpt_path=path)
 
@@ -355,6 +357,34 @@ def test_other_errors_of_loading_are_left_as_they_are(tmp_path: Path) -> None:
     own = IsADirectoryError("of a run that resumes nothing")
     explain_folder(own)
     assert not hasattr(own, "__notes__")
+
+
+def test_the_note_is_there_once_and_not_where_memfit_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sharded_folder(tmp_path / "last.ckpt")
+    with pytest.raises(IsADirectoryError) as caught:
+        fit_from(folder, "lightning.pytorch")
+    explain_folder(caught.value)  # as of another run that ends while this one is handled
+    assert len(caught.value.__notes__) == 1
+    monkeypatch.setenv("MEMFIT", "off")
+    with pytest.raises(IsADirectoryError) as caught:
+        fit_from(folder, "lightning.pytorch")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_an_error_of_another_folder_in_a_run_that_opened_its_own_is_left_as_it_is(tmp_path: Path) -> None:
+    folder, elsewhere = sharded_folder(tmp_path / "last.ckpt"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    class OfFolders(TorchCheckpointIO):
+        """The user's, which opens folders."""
+
+        def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any]:
+            elsewhere.read_bytes()
+            raise AssertionError
+
+    with pytest.raises(IsADirectoryError) as caught:
+        fit_from(folder, "lightning.pytorch", checkpoint_io=OfFolders())
+    assert caught.value.filename == str(elsewhere) and not hasattr(caught.value, "__notes__")
 
 
 def test_outside_of_a_run_the_path_is_not_guessed() -> None:

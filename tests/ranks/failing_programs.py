@@ -59,6 +59,23 @@ class Training(lightning.Callback):
         pl_module.is_training = True
 
 
+def trainer_of(strategy: Any, plugin: MemFit, folder: str, **settings: Any) -> lightning.Trainer:
+    """A Trainer of two ranks that shares its loaders among them."""
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        plugins=[plugin],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **settings,
+    )
+
+
 def fit(net: Net, *, plugin: MemFit | None = None, case: Case | None = None, loader: Any = None) -> MemFit:
     """One fit under DDP; slices of 3, 3 and 2."""
     case = case or Case(micro_batch_size=3)
@@ -71,20 +88,10 @@ def fit(net: Net, *, plugin: MemFit | None = None, case: Case | None = None, loa
             cache_dir=None,
             verbose=False,
         )
-        timeout = datetime.timedelta(seconds=SECONDS)
-        lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=lightning.pytorch.strategies.DDPStrategy(timeout=timeout),
-            max_epochs=1,
-            plugins=[plugin],
-            callbacks=[Training()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        ).fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size) if loader is None else loader)
+        strategy = lightning.pytorch.strategies.DDPStrategy(timeout=datetime.timedelta(seconds=SECONDS))
+        trainer_of(strategy, plugin, folder, callbacks=[Training()]).fit(
+            net, DataLoader(data_of(case), batch_size=case.loader_batch_size) if loader is None else loader
+        )
     return plugin
 
 
@@ -148,18 +155,8 @@ def _fit_and_validate(case: Case, strategy: Any, rank: int, *, at: str, validati
     net = OutOfMemoryNet(case, rank=rank, at=at)
     loader = DataLoader(data_of(case), batch_size=case.loader_batch_size)
     with tempfile.TemporaryDirectory() as folder:
-        lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=strategy,
-            max_epochs=1,
-            plugins=[plugin_of(case, folder)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        ).fit(net, loader, loader if validation is None else validation)
+        trainer = trainer_of(strategy, plugin_of(case, folder), folder)
+        trainer.fit(net, loader, loader if validation is None else validation)
 
 
 class FailingToCompare(Net):
@@ -196,18 +193,7 @@ def comparing(rank: int, errors: dict[int, Exception]) -> tuple[Any, dict[str, t
         verbose=False,
     )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=_fsdp2(),
-            max_epochs=1,
-            plugins=[plugin],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        )
+        trainer = trainer_of(_fsdp2(), plugin, folder)
         trainer.fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size))
         return plugin.plan, weights_of(net)
 
@@ -348,19 +334,7 @@ def _recompute_in_vain(rank: int, *, counts: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             settings = {} if plan is None else {"plan": plan, "activation_checkpointing": "auto"}
             plugin = plugin_of(case, folder, **settings)
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                devices=2,
-                strategy=_fsdp2(),
-                max_epochs=1,
-                plugins=[plugin],
-                callbacks=[Training()],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=folder,
-            )
+            trainer = trainer_of(_fsdp2(), plugin, folder, callbacks=[Training()])
             torch.manual_seed(0)
             trainer.fit(net, DataLoader(data_of(case), batch_size=case.loader_batch_size))
             plan = plugin.plan
