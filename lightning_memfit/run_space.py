@@ -104,4 +104,6 @@ def _optimizer_facts(prepared: Preparation) -> OptimizerFacts:
         return prepared.forecaster.facts
     except TraceError as error:
         obstacle = f"the optimizer could not be made before training begins ({error})"
-        return OptimizerFacts(name="the optimizer", implementations=(), quantisation_obstacle=obstacle)
+        return OptimizerFacts(
+            name="the optimizer", implementations=(), quantisation_obstacle=obstacle, cpu_adam_obstacle=obstacle
+        )
